@@ -1,4 +1,4 @@
-"""Play environments of the package verifiers, which provide the prompts, the turns and the rewards (by a rubric).
+"""Play environments of the package verifiers, which provide prompts, turns and rewards (by a rubric).
 
     open_episode ─► a task of its own: rollout, then rubric ─► asks "the model" ─► messages of the prompt
     step: text of the turn ─► answer of "the model" ─► asks again ─► the added messages are the observation
@@ -62,7 +62,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It loads the environment, which has the rows, if data is read."""
+        """Check the section, and load the environment with its rows if data is read."""
         if tokenizer is not None:
             _loaded(VerifiersConfig.build(**section))
 
@@ -121,7 +121,7 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
 
 
 class _Episode:
-    """One rollout of an environment. Two queues connect the rollout to the policy, which stands for its model."""
+    """One rollout of an environment. Two queues connect the rollout to the policy, which is used as its model."""
 
     def __init__(self, environment: Any, row: Mapping[str, Any]) -> None:
         self.reward = 0.0
@@ -190,7 +190,7 @@ class _Episode:
         self.last_messages = [_plain(message) for message in state.get("final_env_response") or []]
 
     async def _completion(self, *, messages: Sequence[Any], tools: Any = None, **_: Any) -> Any:
-        """Pass a request to the policy in place of an endpoint, and return the answer as a chat completion."""
+        """Pass a request to the policy instead of an endpoint, and return the answer as a chat completion."""
         if tools:
             raise ConfigError("the environment offers tools to the model; the adapter passes on texts only")
         self._asked.put_nowait([_plain(message) for message in messages])

@@ -6,8 +6,8 @@
                   the package's own server ─► endpoint of the run, with the key of the sample
 
 The package's server keeps a client for each key until the server stops. For this reason an environment is replaced
-after `_EPISODES` episodes, and stops when the last of these episodes has ended. Invariant: a reward is the result of
-all reward functions of the task. A sample whose episode failed or was not completely scored gets an error.
+after `_EPISODES` episodes, and stops after the last of these episodes. Invariant: a reward is the result of all reward
+functions of the task. A sample whose episode failed or was not completely scored gets an error.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class _Environment:
 
     async def play(self, seed: int, context: Any) -> Any:
         """Play the task of a seed, and return its episode."""
-        task = self._tasks[seed // 2 % len(self._tasks)]  # the last bit of the seed stands for the split
+        task = self._tasks[seed // 2 % len(self._tasks)]  # the last bit of the seed is the split
         async with self._serving() as environment:
             return await environment.run_slot(*environment.slots(task), context)
 
@@ -138,7 +138,7 @@ class _EnvironmentServer:
 
     @property
     def is_used_up(self) -> bool:
-        """True if the server accepts no further episode."""
+        """Whether the server accepts no further episode."""
         return self._num_entered >= _EPISODES or self._running.done()
 
     def enter(self) -> None:

@@ -1,4 +1,4 @@
-"""Re-exports of the advantage estimators in `credit.advantages` and, for PPO, `credit.token_credit`."""
+"""Re-export the advantage estimators of `credit.advantages` and, for PPO, those of `credit.token_credit`."""
 
 from nemo_rl.algorithms.credit.advantages import (
     GDPOAdvantageEstimator,

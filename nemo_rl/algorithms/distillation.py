@@ -44,19 +44,19 @@ class TeacherScores:
     """Stage that adds the teacher's top-k logits to a batch (`runtime.run.Stage`)."""
 
     teacher: ScoringModel
-    """The model that scores."""
+    """The model that scores tokens."""
     k: int
     """Number of logits per token."""
     vocab_size: int | None = None
-    """Only token ids below it are returned. If None, all ids."""
+    """Only ids below this number are returned. None allows all ids."""
     temperature: float = 1.0
-    """Divisor of the logits, as for the student."""
+    """Temperature that divides the logits, as for the student."""
 
     name = "teacher_logprob_inference"
     roles = ("teacher",)
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
-        """Write `teacher_topk_logits` float32, over the temperature, and `teacher_topk_indices` int64, `[B, T, k]`."""
+        """Write `teacher_topk_logits` (float32, divided by the temperature) and `teacher_topk_indices`, `[B, T, k]`."""
         scored = self.teacher.get_topk_logits(batch.tensors, self.k, vocab_size=self.vocab_size)
         batch.tensors["teacher_topk_logits"] = scored["topk_logits"] / self.temperature
         batch.tensors["teacher_topk_indices"] = scored["topk_indices"]
@@ -160,7 +160,7 @@ def setup(
     loss_fn: AnyLossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a distillation run and start its workers, with the arguments and errors of `grpo.setup`."""
+    """Build a distillation run and start its workers. Arguments and errors are those of `grpo.setup`."""
     user_parts = UserParts(tokenizer, train_dataset, val_dataset, environments or {}, loss_fn)
     config = user_parts.checked(master_config, DistillationMasterConfig)
     return start_run(config, recipe(config, user_parts), started_at)

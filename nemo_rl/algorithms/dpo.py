@@ -1,4 +1,4 @@
-"""Set up runs of direct preference optimisation (arXiv 2305.18290), which learn from a preferred and a rejected answer.
+"""Set up runs of direct preference optimisation (arXiv 2305.18290), which learn from pairs of answers.
 
 With `dpo.preference_loss=kto` the recipe is that of `kto`. Each batch also holds the log-probabilities of the initial
 model. Invariant: from the data to the loss, row 2i is the chosen answer of pair i, and row 2i + 1 the rejected one.
@@ -44,7 +44,7 @@ class ReferenceLogprobs:
 
 
 def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the recipe of DPO or KTO without starting anything, with the arguments and errors of `sft.recipe`."""
+    """Build the recipe of DPO or KTO without starting anything. Arguments and errors are those of `sft.recipe`."""
     set_seed(config.dpo.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     if config.dpo.preference_loss == "kto":

@@ -5,9 +5,9 @@ computed (`scoring.PolicyScoring`), `CreditAssignment` of this module computes a
 variant (DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO ...) differs only in its rollout source, its advantage estimator
 and its loss, which this module chooses.
 
-Invariants: whatever can be refused before Ray starts is refused before. No code that this module calls sees a raw
-configuration dict. Samples without a reward enter no statistic. Samples with a reward do, even if the loss leaves them
-out. The reward on the trajectory stays as the environment gave it, for metrics.
+Invariants: an error that can be found before Ray starts is raised before Ray starts. No code that this module calls
+gets a raw configuration dict. Samples without a reward are excluded from all statistics. Samples with a reward are
+included, even if the loss excludes them. `Trajectory` keeps the environment's reward unchanged for metrics.
 """
 
 import logging
@@ -66,7 +66,7 @@ __all__ = [
 
 MasterConfig = GRPOMasterConfig
 async_grpo_train = grpo_train
-"""NeMo RL's name; `grpo.overlap` decides whether sampling and training overlap."""
+"""Alias for NeMo RL's function name. `grpo.overlap` decides whether sampling and training overlap."""
 __getattr__ = public_names(
     __name__,
     {
@@ -84,7 +84,7 @@ __getattr__ = public_names(
 logger = logging.getLogger(__name__)
 
 _OUTLIER = 50.0
-"""An advantage that is larger leaves the other samples of a step almost without effect."""
+"""A larger advantage leaves the other samples of the step almost without effect."""
 
 
 def setup(
@@ -97,15 +97,15 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a GRPO run and start its workers, with omitted arguments taken from the configuration.
+    """Build a GRPO run and start its workers. Omitted arguments are built from the configuration.
 
     Args:
-        master_config: the configuration: an object, or the dict that a file would hold, which is checked like a file.
+        master_config: the configuration: an object, or a dict with the keys of a configuration file.
         dataset: training prompts: an `AllTaskProcessedDataset` with your own processors, or anything with `len()`
             and `[i]` that gives a `DatumSpec`.
         val_dataset: validation prompts of the same kinds. If only `dataset` is given, there is no validation.
-        environments: environments that reward answers, by task name: classes, objects, actors or clients; see
-            `environments.user_environments.environment_of`.
+        environments: environments that reward answers, by task name: classes, objects, actors or clients, as
+            `environments.user_environments.environment_of` accepts them.
         loss_fn: a `LossFunction`. A loss of your own gets `prev_logprobs` in every batch.
         started_at: `time.perf_counter()` at process start, to report the time to the first step.
 
@@ -120,7 +120,7 @@ def setup(
 
 
 def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the GRPO recipe from the configuration and user-supplied parts without starting anything.
+    """Build the GRPO recipe from configuration and user-supplied parts. No process is started.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -132,7 +132,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     credit = CreditAssignment(make_advantage_estimator(grpo, config.loss_fn), grpo, config.effort_levels)
     marks_malformed = grpo.malformed_thinking_advantage is not None
     review = ReviewSettings(config.reward_penalties, config.effort_levels, marks_malformed)
-    review.make(tokenizer)  # reports what is wrong with it before Ray starts
+    review.make(tokenizer)  # raises errors of the review's settings before Ray starts
     needs_prev, needs_reference = forward_passes(config, loss_fn, for_credit=credit.needs_logprobs)
     data = user_parts.data(
         config, lambda: response_data(tokenizer, config, user_parts.running_environments), sampled=True
@@ -154,7 +154,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
 
 
 class CreditAssignment:
-    """Stage that writes advantages into a batch: penalties, scaling, shaping, group statistics, whitening.
+    """Stage that computes advantages from rewards and writes them into the batch.
 
     Args:
         config: the section `grpo`.
@@ -186,7 +186,7 @@ class CreditAssignment:
     def assign(self, batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Write `advantages [R, T]` and `positive_examples [R]` into the batch.
 
-        Rewards, baselines and deviations are of samples, and the estimator gets each sample once, with its rows joined
+        Rewards, baselines and deviations belong to samples. The estimator gets each sample once, with its rows joined
         (`credit.joined_rows`). A sample that the loss leaves out (`sample_mask` 0) still enters baselines and
         deviations, because its reward shows how hard the prompt is; its own advantage is 0. Whitening over tokens uses
         the tokens that count.
@@ -224,7 +224,7 @@ class CreditAssignment:
         }
 
     def _warn_of_outlier(self, largest: float) -> None:
-        """Warn once of an advantage that outweighs all others of its step."""
+        """Warn once about an advantage that is much larger than all others of its step."""
         if largest > _OUTLIER and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -235,7 +235,7 @@ class CreditAssignment:
             )
 
     def _extras(self, trajectories: Sequence[Trajectory]) -> AdvantageExtras:
-        """Return the further arguments of the estimator, besides rewards and mask."""
+        """Return the estimator's arguments besides rewards and mask."""
         return {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
@@ -245,7 +245,7 @@ class CreditAssignment:
         }
 
     def _set_fixed(self, advantages: Tensor, mask_BT: Tensor, trajectories: Sequence[Trajectory]) -> None:
-        """Set the advantages that the section fixes for certain tokens, in place."""
+        """Set the advantages that the configuration fixes for certain tokens, in place."""
         config = self._config
         if config.invalid_tool_call_advantage is not None:
             set_invalid_tool_calls(advantages, mask_BT, trajectories, config.invalid_tool_call_advantage)
@@ -253,7 +253,7 @@ class CreditAssignment:
             set_malformed_thinking(advantages, mask_BT, trajectories, config.malformed_thinking_advantage)
 
     def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-        """Return reward components by name, each `[B]`, penalised and scaled. Shaping changes total rewards only."""
+        """Return reward components by name, each `[B]`, penalised and scaled. Shaping only changes total rewards."""
         names = sorted({name for t in trajectories for name in t.reward_components})
         rewards = {
             name: torch.tensor([t.after_penalties(t.reward_components.get(name, 0.0)) for t in trajectories])

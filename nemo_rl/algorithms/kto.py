@@ -67,7 +67,7 @@ class KTOPreparation:
         return {}
 
     def prepare(self, batch: Batch) -> None:
-        """Do the work of `apply` on a batch of tensors."""
+        """Prepare a batch of tensors as in `apply`."""
         others = mismatched_rows(batch, self.max_length)
         num_rows, width = batch["input_ids"].shape
         scores = self.policy.get_reference_policy_logprobs(_stacked(batch, others))["reference_logprobs"]
@@ -144,7 +144,7 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _stacked(first: Batch, second: Batch) -> Batch:
-    """Join the rows of two batches for scoring, padded to the same width."""
+    """Concatenate the rows of two batches for scoring, padded to the same length."""
     if not second.size:
         return first
     width = max(batch["input_ids"].shape[1] for batch in (first, second))

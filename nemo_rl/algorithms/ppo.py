@@ -55,13 +55,13 @@ _OF_A_CRITIC = (
     ROW_INPUTS,
 )
 _NOT_OF_A_POLICY = ("values", "values_after", "returns")
-"""Columns that are not sent to the policy's ranks. The loss reads the advantages, which are computed from them."""
+"""Columns that are not sent to the policy's ranks, because the loss reads only the advantages computed from them."""
 _OF_THE_BATCH = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "num_filtered_tokens")
-"""Counts of the batch, which would be too high by the factor `epochs` if every epoch counted."""
+"""Metrics that count samples or tokens of the batch. They are reported for one epoch, not for the sum of all epochs."""
 
 
 class Critic(Trainer, Protocol):
-    """A model with a scalar head."""
+    """Interface of a model with a scalar head."""
 
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ValueOutputSpec]:
         """Return the value of the state before each token."""
@@ -75,9 +75,9 @@ class ValueInference:
     """Stage that adds the critic's values to a batch (`runtime.run.Stage`)."""
 
     critic: Critic
-    """The model that predicts rewards."""
+    """The critic."""
     continues_truncated: bool = False
-    """Whether the value after the end of truncated answers is needed."""
+    """Whether to compute the value after the last token of truncated answers."""
 
     name = "value_inference"
     roles = ("value",)
@@ -119,7 +119,7 @@ class CriticUpdate:
     roles = ("value",)
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
-        """Make the updates of the step.
+        """Train on the batch and return the metrics of all updates of the step.
 
         Returns:
             Metrics: `critic/loss`, `critic/grad_norm`, `critic/lr` and `vf_clipfrac`, as means over the updates, and
@@ -140,7 +140,7 @@ class CriticUpdate:
 
 @dataclass(frozen=True)
 class PolicyEpochs:
-    """Trainer that passes over the samples of a step several times (`runtime.run.Trainer`)."""
+    """Trainer that makes several passes over the samples of a step (`runtime.run.Trainer`)."""
 
     policy: Trainer
     """The model that is trained."""
@@ -149,15 +149,15 @@ class PolicyEpochs:
     samples_per_update: int
     """Number of rows of one optimizer update, if the caller gives no `gbs`."""
     critic_only_steps: int
-    """Number of steps at the start of the run in which only the critic is trained."""
+    """Number of steps at the start of the run that train only the critic."""
     session: Session
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
     ) -> TrainResult:
-        """Make all updates of a step, or none while only the critic is trained (see `runtime.run.Trainer`).
+        """Make all policy updates of a step (`runtime.run.Trainer`), or none in steps that train only the critic.
 
-        Ranks do not get values and returns. Counts of samples and tokens in the metrics are those of one epoch.
+        Values and returns are not sent to the ranks. Metrics count the samples and tokens of one epoch.
         """
         if self.session.step <= self.critic_only_steps:
             return _nothing_trained(data)
@@ -178,13 +178,13 @@ class PolicyEpochs:
 def train_in_epochs(
     model: Trainer, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, gbs: int | Sequence[int], epochs: int
 ) -> TrainResult:
-    """Train on the rows several times, always in the same order and in one call of `model.train`.
+    """Train on the rows several times, in the same order each time and in one call of `model.train`.
 
     Args:
         gbs: Number of rows of each optimizer update, or a list of these numbers for the updates of one pass.
 
     Raises:
-        DataError: The rows do not divide into updates of `gbs` rows. Rows of two passes are never in one update.
+        DataError: The rows do not divide into updates of `gbs` rows. An update never contains rows of two passes.
     """
     if epochs == 1:
         return model.train(data, loss_fn, gbs=gbs)
@@ -195,7 +195,7 @@ def train_in_epochs(
 
 
 def _nothing_trained(data: BatchedDataDict[Any]) -> TrainResult:
-    """Return the result of a step that does not train the policy, with the counts of its batch."""
+    """Return the result of a step that does not train the policy, including the counts of its batch."""
     seqs, toks = count_valid(data)
     metrics = {"global_valid_seqs": seqs, "global_valid_toks": toks}
     return TrainResult(loss=torch.zeros(1), grad_norm=torch.zeros(1), metrics=metrics, all_mb_metrics={})
@@ -217,7 +217,7 @@ MasterConfig = PPOMasterConfig
 PPOLoggerConfig = LoggerConfig
 PPOSaveState = SaveState
 async_ppo_train = ppo_train
-"""NeMo RL's name; `ppo.overlap` decides whether sampling and training overlap."""
+"""Alias for NeMo RL's function name. `ppo.overlap` decides whether sampling and training overlap."""
 __getattr__ = public_names(__name__)
 
 
@@ -231,14 +231,14 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a PPO run and start its workers. `loss_fn` is the policy's loss, and all else is as in `grpo.setup`."""
+    """Build a PPO run and start its workers, with the arguments of `grpo.setup`. `loss_fn` is the policy's loss."""
     user_parts = UserParts(tokenizer, dataset, val_dataset, environments or {}, loss_fn)
     config = user_parts.checked(master_config, PPOMasterConfig)
     return start_run(config, recipe(config, user_parts), started_at)
 
 
 def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the PPO recipe from the configuration and user-supplied parts without starting anything.
+    """Build the PPO recipe from configuration and user-supplied parts. No process is started.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -281,7 +281,7 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
 
 
 def check_vocabulary(config: PPOMasterConfig, tokenizer: TokenizerType) -> None:
-    """Check that every token has the same id for the critic as in the policy's `tokenizer`, whose ids the critic reads.
+    """Check that the critic's tokenizer gives every token the same id as `tokenizer`, the policy's.
 
     Raises:
         ConfigError: A token has another id in the critic's tokenizer, or that tokenizer cannot be loaded.

@@ -1,6 +1,6 @@
 """Define the recipe of a run: the choices of its algorithm that need no worker.
 
-Each algorithm's `recipe` makes the choices from the configuration and the caller's parts, for `start.start_run`.
+Each algorithm's function `recipe` makes these choices. `start.start_run` starts a run from the result.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,39 +27,39 @@ def no_stages(models: Mapping[str, Any]) -> list[Stage]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choices of an algorithm that samples."""
+    """The choices of an algorithm that samples its training data."""
 
     needs_reward: bool = True
     """Whether samples without a reward are excluded from the loss."""
     environments: Mapping[str, Any] = field(default_factory=dict)
-    """User-supplied environments by task name, used instead of those in `env`; see `rollout.environments`."""
+    """User-supplied environments by task name, used instead of those in the section `env`."""
     review: ReviewSettings = field(default_factory=ReviewSettings)
     """Settings of the review of finished samples, such as reward penalties."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The choices of an algorithm, complete before anything starts."""
+    """All choices of an algorithm, made before anything starts."""
 
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of all models and of the data."""
     data: RunData
-    """Prompts, or rows to train on."""
+    """Prompts of a run that samples, or written rows of a run that does not."""
     loss_fn: AnyLossFunction
-    """Loss that the policy is trained on."""
+    """Loss of the policy."""
     roles: Mapping[str, Role]
-    """Models by name; "policy" is trained on `loss_fn` and sampled from."""
+    """Models by name. "policy" is the model that `loss_fn` trains and that answers are sampled from."""
     stages: Callable[[Mapping[str, Any]], list[Stage]] = no_stages
-    """Function that builds the stages of a step from the started models, or from objects with the same methods."""
+    """Function that builds the stages of a step. It gets the started models, or objects with the same methods."""
     trainer: Callable[[Mapping[str, Any], Session], Trainer] | None = None
-    """Function that builds the trainer from the started models and the session. If None, the policy is the trainer."""
+    """Function that builds the trainer from the started models and the session. If None, the policy trains itself."""
     sampling: Sampling = field(default_factory=Sampling)
-    """How answers are sampled, for runs that sample. The fields below are for runs on written rows."""
+    """Settings of sampling. It is None for a run on written rows, for which the following fields are used."""
     collate: Collate = rl_collate_fn
-    """Joins data into a batch."""
+    """Function that makes a batch from rows of the data."""
     rows_per_sample: int = 1
-    """Number of rows of a batch that one sample takes: 2 for pairs."""
+    """Number of batch rows per sample: 2 for pairs."""
     validator: Callable[[LossValidator], Validate] | None = None
-    """Replaces the validation that reports the loss."""
+    """Function that builds the validation. If it is None, validation reports the loss."""
     validated_names: tuple[tuple[str, str], ...] | None = None
-    """Metrics of the loss that a validation reports, see `LossValidator.names`."""
+    """Metrics of the loss that validation reports (`LossValidator.names`)."""

@@ -1,4 +1,4 @@
-"""Re-exports of reward shaping (see `nemo_rl.algorithms.credit.reward_shaping`)."""
+"""Re-export the functions of reward shaping in `nemo_rl.algorithms.credit.reward_shaping`."""
 
 from nemo_rl.algorithms.credit.reward_shaping import apply_reward_shaping
 from nemo_rl.config import RewardShapingConfig

@@ -1,4 +1,4 @@
-"""Set up and validate reward models, which learn to score answers from pairs of a preferred and a rejected one.
+"""Set up and validate reward models, which learn scores of answers from pairs of answers.
 
 Invariant: `sigmoid(score_a - score_b)` is the predicted probability that answer a is preferred to answer b. If the
 model is calibrated, then among pairs with predicted probability p, a is preferred in a share p of them.
@@ -31,11 +31,11 @@ CALIBRATION_BINS = 10
 
 
 def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
-    """Build the recipe of a reward model without starting anything, with the arguments and errors of `sft.recipe`."""
+    """Build the recipe of a reward model without starting anything. Arguments and errors are those of `sft.recipe`."""
     set_seed(config.rm.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     ensure_distinct_pad_token(tokenizer)
-    # A program that loads the model uses this token to find the end of a padded sequence.
+    # # Programs that load the saved model find the end of a padded sequence by this token.
     overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
     config.policy.hf_config_overrides = overrides
     configured = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
@@ -55,10 +55,10 @@ setup = SupervisedSetup(RMMasterConfig, recipe)
 
 
 class Scorer(Protocol):
-    """A reward model."""
+    """Interface of a reward model."""
 
     def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """Return `scores [B]`, computed in passes of `micro_batch_size` rows. None is the configured size."""
+        """Return `scores [B]`, in microbatches of `micro_batch_size` rows, or of the configured size if it is None."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class RMValidator:
     """A validation on held-out pairs."""
 
     batches: Iterable[BatchedDataDict[Any]]
-    """Validation batches, iterated again for each validation."""
+    """Validation batches. Each validation iterates over them again."""
     scorer: Scorer
     """The reward model."""
     loss_fn: PreferenceLossFn
-    """The loss of the training."""
+    """Loss of the training, which is reported for validation too."""
     micro_batch_rows: int | None = None
-    """Number of rows of one pass of a rank. If None, the configured number."""
+    """Number of rows of a rank's microbatch. If None, the configured number."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return loss, accuracy, mean scores, margin and calibration error over all valid pairs."""
@@ -93,10 +93,10 @@ class RMValidator:
 
 
 def calibration_error(margin_P: Tensor, num_bins: int = CALIBRATION_BINS) -> float:
-    """Return the expected calibration error (arXiv 1706.04599, equation 3) of the predicted order of each pair.
+    """Return the expected calibration error (arXiv 1706.04599, equation 3) of the predicted orders of pairs.
 
-    Pairs are binned by confidence, `sigmoid(|margin|)` in 0.5 to 1. The result is the mean over pairs of the distance
-    between the share of right orders in the pair's bin (a tie counts half) and the bin's mean confidence.
+    Pairs are grouped into bins by confidence, `sigmoid(|margin|)` in 0.5 to 1. The result is the mean over pairs of the
+    distance between the share of right orders in the pair's bin (a tie counts half) and the bin's mean confidence.
 
     Args:
         margin_P: Score of the chosen answer minus score of the rejected one.

@@ -1,4 +1,4 @@
-"""Add the log-probabilities of the policy and of the reference policy to a batch, where the update needs them.
+"""Add the log-probabilities of the policy and of the reference policy to a batch, if the update needs them.
 
 Invariant: a forward pass is skipped only when its result cannot change the update.
 """
@@ -25,20 +25,20 @@ class PolicyScoring:
     """Stage that adds log-probabilities to a batch (`runtime.run.Stage`).
 
     `forward_passes` decides once which of the two forward passes a run needs. With one optimizer update per batch, the
-    update's own forward pass uses the same weights as a separate pass would. `prev_logprobs` are then left out, and the
-    loss uses its detached current log-probabilities: the same results with a third less work.
+    update's forward pass uses the same weights as a separate pass. The stage then omits `prev_logprobs`, and the loss
+    uses its detached current log-probabilities. Results are the same, with a third less work.
     """
 
     policy: ScoringModel
-    """The model that scores."""
+    """The model that computes the log-probabilities."""
     needs_prev: bool
-    """Whether `prev_logprobs` are computed separately from the update."""
+    """Whether `prev_logprobs` are computed in a separate forward pass."""
     needs_reference: bool
     """Whether `reference_policy_logprobs` are computed."""
     max_sequence_error: float | None = None
-    """Rows whose training and generation log-probs disagree by more than this are masked. None masks no rows."""
+    """Rows are masked if their training and generation log-probabilities differ by more. If None, none is masked."""
     corrects_staleness: bool = False
-    """Whether the loss itself accounts for stale tokens; see `apply`."""
+    """Whether the loss itself corrects for stale tokens (`apply`)."""
 
     name = "policy_and_reference_logprobs"
     roles = ("policy",)
@@ -50,9 +50,9 @@ class PolicyScoring:
         that count, which is written as `num_counted_samples`.
 
         The ratio in the loss compares the current policy with the policy that sampled. For a token sampled by the
-        current weights, the latter is the policy before the update. For a stale token it is an older policy, whose
-        weights no longer exist, so the engine's `generation_logprobs` are used. With `corrects_staleness`, all tokens
-        use the policy before the update, to which the importance weights of the loss are relative.
+        current weights, the sampling policy is the policy before the update. For a stale token it is an older policy,
+        whose weights no longer exist, so the engine's `generation_logprobs` are used. With `corrects_staleness`, all
+        tokens use the policy before the update, because the importance weights of the loss are relative to it.
 
         If engine log-probabilities are used, metrics that compare policy and engine would compare the engine with
         itself. They are left out of such a step (`StepBatch.unmeasured`).
@@ -85,7 +85,7 @@ def corrects_staleness(config: PolicyGradientMasterConfig) -> bool:
 def policy_scoring(
     config: PolicyGradientMasterConfig, policy: ScoringModel, needs_prev: bool, needs_reference: bool
 ) -> PolicyScoring:
-    """Build the stage of a run, and log which metrics it cannot measure (see `PolicyScoring`)."""
+    """Build the scoring stage of a run, and log the metrics that it cannot measure."""
     corrects = corrects_staleness(config)
     if config.algorithm.overlap.mode == "ahead" and not corrects:
         logger.info(
@@ -97,14 +97,14 @@ def policy_scoring(
 
 
 def forward_passes(config: PolicyGradientMasterConfig, loss_fn: LossFunction, *, for_credit: bool) -> tuple[bool, bool]:
-    """Return whether a run needs `prev_logprobs` and reference log-probabilities (see `PolicyScoring`).
+    """Return whether a run needs `prev_logprobs` and reference log-probabilities (`PolicyScoring`).
 
     The answer is for batches that the current weights sampled. `PolicyScoring` adds `prev_logprobs` to batches with
     stale tokens. A user's own loss always gets `prev_logprobs`. It gets reference log-probabilities if it or the
     configured loss needs them.
 
     Args:
-        for_credit: Whether advantages are computed from both kinds of log-probabilities.
+        for_credit: Whether advantages depend on both kinds of log-probabilities.
     """
     on_policy = config.loss_fn.force_on_policy_ratio or config.updates_per_step <= 1
     own = not isinstance(loss_fn, ClippedPGLossFn)

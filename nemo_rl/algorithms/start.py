@@ -1,6 +1,6 @@
 """Start a run of any algorithm: checks, folders, machines, workers, and the parts that connect them.
 
-The `recipe` of an algorithm makes the choices that need no worker, and `start_run` does the rest, in this order:
+The `recipe` of an algorithm makes the choices that need no worker. `start_run` does all other work, in this order:
 
     checks ─► folders, trackers ─► Ray ─► environments (in background) ─┬► engines (import vLLM, build) ─┐
               open_run             start_machines                       ├► policy ranks ─────────────────┼─► session
@@ -10,8 +10,8 @@ The `recipe` of an algorithm makes the choices that need no worker, and `start_r
 Runs that do not sample have no environments and no engines. Engines that share GPUs with the policy start alone and go
 to sleep before a model starts, because an engine chooses the size of its cache by the free memory of the device.
 
-Invariants: this module knows no loss and no advantage. Each part that was started is registered for shutdown before the
-next part starts.
+Invariants: this module contains no code of losses or advantages. Each part that was started is registered for shutdown
+before the next part starts.
 """
 
 import logging
@@ -94,16 +94,16 @@ from nemo_rl.utils.logger import Logger
 logger = logging.getLogger(__name__)
 
 type TrainingConfig = RolloutMasterConfig | SupervisedMasterConfig
-"""Configuration of a run that samples the answers that it trains on, or of a run that trains on written rows."""
+"""Configuration of a run that samples its training answers, or of a run that trains on written rows."""
 
 
 @dataclass(frozen=True)
 class SupervisedSetup[Config: SupervisedMasterConfig]:
-    """The function `setup` of an algorithm that trains on written rows."""
+    """Signature of the function `setup` of an algorithm that trains on written rows."""
 
     schema: type[Config]
     recipe: Callable[[Config, UserParts], Recipe]
-    """Function that makes the recipe from the configuration and the user-supplied parts."""
+    """Function that makes the recipe from the configuration and user-supplied parts."""
 
     def __call__(
         self,
@@ -115,14 +115,14 @@ class SupervisedSetup[Config: SupervisedMasterConfig]:
         loss_fn: LossFunction | None = None,
         started_at: float = 0.0,
     ) -> Run:
-        """Build a run of the algorithm and start its workers, with the arguments and errors of `grpo.setup`."""
+        """Build a run of the algorithm and start its workers. Arguments and errors are those of `grpo.setup`."""
         user_parts = UserParts(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
         config = user_parts.checked(master_config, self.schema)
         return start_run(config, self.recipe(config, user_parts), started_at)
 
 
 def start_run(config: TrainingConfig, recipe: Recipe, started_at: float = 0.0) -> Run:
-    """Start Ray and all workers, and connect them.
+    """Start Ray and all workers of a run, and connect them.
 
     Args:
         config: A checked configuration.
@@ -162,7 +162,7 @@ def start_run(config: TrainingConfig, recipe: Recipe, started_at: float = 0.0) -
 
 
 def check_recipe(config: TrainingConfig, recipe: Recipe) -> None:
-    """Check the models and environments that a recipe adds to the configuration, before anything is opened."""
+    """Check models and environments that a recipe adds to the configuration, before anything is opened."""
     check_added_models(config, recipe.roles)
     if isinstance(config, RolloutMasterConfig):
         check_engine_model(config.policy, config.cluster)
@@ -171,7 +171,7 @@ def check_recipe(config: TrainingConfig, recipe: Recipe) -> None:
 
 
 def open_rows(config: TrainingConfig, recipe: Recipe) -> Prompts:
-    """Build the stream of training prompts or rows. It is at the beginning of the data."""
+    """Build the stream of training prompts or rows, at the beginning of the data."""
     if isinstance(config, RolloutMasterConfig):
         return training_stream(config, recipe.data.train, drawn_prompts(config.algorithm), recipe.collate)
     return training_stream(config, recipe.data.train, config.policy.train_global_batch_size, recipe.collate)
@@ -190,7 +190,7 @@ class RunPlan:
 
 
 def open_run(config: TrainingConfig, recipe: Recipe, rows: Prompts, resources: ExitStack) -> RunPlan:
-    """Open folders and trackers of a run, and compare the predicted memory with the memory of the machines."""
+    """Open the folders and trackers of a run, and compare its predicted memory with the machines' memory."""
     steps = num_steps(config, rows)
     folders = open_folders(config, recipe.roles, recipe.data.train, resources)
     folders.check_position(rows)
@@ -202,7 +202,7 @@ def open_run(config: TrainingConfig, recipe: Recipe, rows: Prompts, resources: E
 
 
 def num_steps(config: TrainingConfig, rows: Prompts) -> int:
-    """Return the number of steps: `max_num_steps`, or for written rows the steps of all epochs if that is less."""
+    """Return `max_num_steps` or, for written rows, the number of steps of all epochs if it is smaller."""
     asked = config.algorithm.max_num_steps
     if isinstance(config, RolloutMasterConfig):
         return asked
@@ -217,10 +217,10 @@ def num_steps(config: TrainingConfig, rows: Prompts) -> int:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a run, and the environments that start on them."""
+    """The reserved machines of a run, and its environments."""
 
     places: Mapping[str, RayVirtualCluster]
-    """Bundles of each model, and of "generation"."""
+    """Resource bundles of each model, and of "generation"."""
     environments: Mapping[str, Environment]
     """Environments by task name."""
 
@@ -250,7 +250,7 @@ class RunWorkers:
     models: Mapping[str, Policy]
     """Controllers of the models, by role."""
     engines: EngineGroup | None
-    """Generation engines. None if nothing is sampled."""
+    """Generation engines. None if the run does not sample."""
     environments: Mapping[str, Environment]
 
 
@@ -296,12 +296,12 @@ class Batches:
 
 @dataclass(frozen=True)
 class RunParts:
-    """Connects the workers of a run with its session, also after ranks were replaced (`recovery.Restartable`)."""
+    """Connect the workers of a run with its session, also after ranks were replaced (`recovery.Restartable`)."""
 
     plan: RunPlan
     workers: RunWorkers
     threads: ExitStack
-    """Ends the threads that the connected parts have started."""
+    """Stack that ends the threads of the connected parts."""
 
     @property
     def models(self) -> Mapping[str, Policy]:
@@ -313,7 +313,7 @@ class RunParts:
         return self.plan.folders.newest_checkpoint()
 
     def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
-        """Revive the engines, free the devices that they share, and replace ranks by `roles.replace_ranks`."""
+        """Restart dead engines, free devices that the engines share, and replace ranks by `roles.replace_ranks`."""
         config, engines = self.plan.config, self.workers.engines
         self.threads.close()
         if engines is not None:
@@ -328,7 +328,7 @@ class RunParts:
         return self.connect(open_rows(self.plan.config, self.plan.recipe), resume_path)
 
     def connect(self, rows: Prompts, resume_path: Path | None, started_at: float = 0.0) -> Connection:
-        """Build the parts in the controller from the training data and the arguments of `Session`."""
+        """Build the parts in the controller. `Session` gets the arguments."""
         config, recipe, models = self.plan.config, self.plan.recipe, self.models
         policy, overlaps = models["policy"], False
         engines = shared_engines(config.policy, config.cluster, self.workers.engines)
@@ -420,9 +420,9 @@ class RunParts:
 
 
 def source_of(config: RolloutMasterConfig, fresh: FreshRollouts) -> RolloutSource:
-    """Build the source of groups: `fresh`, wrapped for overlap, dynamic sampling and the user's own source.
+    """Build the source of groups: `fresh`, wrapped for overlap, dynamic sampling and the user's source as configured.
 
-    Dynamic sampling compares scaled rewards, because advantages are computed from them.
+    Dynamic sampling compares scaled rewards, because advantages are computed from scaled rewards.
     """
     algorithm = config.algorithm
     source = with_overlap(fresh, algorithm)
@@ -439,7 +439,7 @@ def source_of(config: RolloutMasterConfig, fresh: FreshRollouts) -> RolloutSourc
 
 
 def layout_of(config: RolloutMasterConfig, recipe: Recipe) -> Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]:
-    """Return `build_training_batch` with all arguments but the trajectories."""
+    """Return `build_training_batch` with all arguments bound except the trajectories."""
     return partial(
         build_training_batch,
         pad_token_id=recipe.tokenizer.pad_token_id,

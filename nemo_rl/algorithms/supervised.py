@@ -25,7 +25,7 @@ from nemo_rl.models.policy.workers.loss_calls import join_updates
 
 type Batch = BatchedDataDict[Any]
 type Validate = Callable[[int], dict[str, float]]
-"""Function of a step that validates and returns metrics."""
+"""Function that validates after a step and returns metrics."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class LossValidator:
     """Validation that computes a loss on held-out data."""
 
     batches: Iterable[Batch]
-    """Validation batches, iterated again for each validation."""
+    """Validation batches. Each validation iterates over them again."""
     stages: Sequence[Stage]
-    """Stages of the training, which prepare the batches."""
+    """Stages that prepare a batch, as in training."""
     policy: Policy
     memory: MemorySharing
-    """Gives the stages and the policy their devices if several models share them."""
+    """Object that gives the stages and the policy their devices if several models share them."""
     loss_fn: AnyLossFunction
     micro_batch_rows: int | None = None
-    """Number of rows of one pass of a rank. None forms passes as in training."""
+    """Number of rows of a rank's microbatch. If None, microbatches are formed as in training."""
     names: tuple[tuple[str, str], ...] | None = None
-    """Pairs of a metric's name in the loss and its name in the report. None reports all metrics."""
+    """Pairs of a metric's name in the loss and its reported name. If None, all metrics are reported."""
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Return metrics of the whole validation: counts are summed, and other metrics are averaged by these counts."""
+        """Return metrics of the whole validation: sums of counts, and averages weighted by counts for other metrics."""
         batches = []
         for batch in self.batches:
             prepared = StepBatch(batch)
@@ -69,11 +69,11 @@ class SupervisedValidation:
     """Validation on several data sets, each with its own metrics."""
 
     whole: Validate | None
-    """Function that validates on the rows without a name. None if there are none."""
+    """Function that validates on the rows without a data set name. None if there are none."""
     named: Mapping[str, Validate]
-    """Functions that validate on the rows of each name. Their metric `m` is reported as `validation-<name>/m`."""
+    """Validation functions by data set name. Their metric `m` is reported as `validation-<name>/m`."""
     memory: MemorySharing
-    """Gives the policy its devices before the validation."""
+    """Object that gives the policy its devices before the validation."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics of all data sets."""
@@ -86,15 +86,15 @@ class SupervisedValidation:
 
 @dataclass(frozen=True)
 class WrittenBatches:
-    """Source of batches of written rows, each for one optimizer update (`runtime.run.BatchSource`)."""
+    """Source of batches of written rows, with one batch per optimizer update (`runtime.run.BatchSource`)."""
 
     rows: Prompts
     rows_per_sample: int
-    """Number of rows of a batch that one sample takes: 2 for pairs."""
+    """Number of batch rows per sample: 2 for pairs."""
     was_changed = False
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
-        """See `BatchSource.next_batch`."""
+        """Return the next batch of rows, as `BatchSource.next_batch` does."""
         with phase("data_processing"):
             batch = self.rows.next_batch()
         tensors = batch.rows
@@ -111,20 +111,20 @@ class WrittenBatches:
         )
 
     def trained(self, step: int, batch: StepBatch) -> None:
-        """See `BatchSource.trained`."""
+        """Acknowledge a trained batch, as `BatchSource.trained` does."""
         self.rows.acknowledge(batch.prompts)
         self.rows.finish_step(step, batch.rewards)
 
 
 def validation_rows(policy: PolicyConfig, algorithm: SupervisedConfig, rows_per_sample: int) -> int | None:
-    """Return the number of rows of one validation pass, or None if packing or dynamic batching is on."""
+    """Return the number of rows of a validation microbatch, or None if packing or dynamic batching is on."""
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
         return None
     return algorithm.val_micro_batch_size * rows_per_sample
 
 
 def validation_batches(algorithm: SupervisedConfig, rows: MixedDataset, collate: Collate) -> Iterable[Batch]:
-    """Return an iterable of the batches of a validation on held-out rows. It can be iterated several times."""
+    """Return an iterable over the batches of held-out rows, which can be used several times."""
     batch_size = min(algorithm.val_global_batch_size, len(rows))
     return build_loader(
         rows,
@@ -148,11 +148,11 @@ def collate_by(
     tokenizer: PreTrainedTokenizerBase,
     **options: Any,
 ) -> Collate:
-    """Bind the tokenizer, the divisor of row lengths and further options to a collate function (`data.collate_fn`)."""
+    """Return a collate function with tokenizer, divisor of row lengths and further options bound."""
     multiple = policy.make_sequence_length_divisible_by
     return partial(function, tokenizer=tokenizer, make_sequence_length_divisible_by=multiple, **options)
 
 
 def from_section[T](kind: type[T], section: DPOConfig) -> T:
-    """Make a dataclass. The values of its fields are the keys of the section with the same names."""
+    """Build a dataclass from the keys of the section that have the names of its fields."""
     return kind(**{field.name: getattr(section, field.name) for field in fields(kind)})  # type: ignore[arg-type]

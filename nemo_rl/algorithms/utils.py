@@ -1,4 +1,4 @@
-"""Re-exports of small functions under the import path of NeMo RL."""
+"""Re-export small functions under the import path of NeMo RL."""
 
 from nemo_rl.algorithms.credit.group_statistics import calculate_baseline_and_std_per_prompt
 from nemo_rl.data.tokenizer import get_tokenizer

@@ -1,7 +1,7 @@
-"""Defines `nemo_rl completion bash`, which prints a script for bash, and for zsh with its `bashcompinit`.
+"""Define `nemo_rl completion bash`, which prints a script for bash, and for zsh with its `bashcompinit`.
 
-The script has the names of commands, options and sections, so pressing the tab key starts no program.
-Invariant: nothing is imported for it but the command lines.
+The script has the names of commands, options and sections, so pressing the tab key starts no program. Invariant: only
+the command lines are imported for it.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Describes a run without starting it: layout, arithmetic of a step, memory by phase, checkpoint, and whether it fits.
+"""Describe a run without starting it: layout, arithmetic of a step, memory by phase, checkpoint, and whether it fits.
 
 This is `--dry-run` of every example script (`command_line`). It makes the checks of `launch.checks` that read neither
-tokenizers nor data, and the check of data that is in local files; what it finds out about this machine is shown and
-does not count. Invariant: nothing is started, written or downloaded. Of a model only its `config.json` and tokenizer
-are read, from its folder, the hub's cache, or `models/capacity/hub_configs`.
+tokenizers nor data, and the check of data that is in local files; findings about this machine are shown, but do not
+change the exit status. Invariant: nothing is started, written or downloaded. Of a model only its `config.json` and
+tokenizer are read, from its folder, the hub's cache, or `models/capacity/hub_configs`.
 """
 
 import sys
@@ -54,14 +54,14 @@ NOT_FITTING = 1
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a run."""
+    """Description of a run."""
 
     text: str
     """The printed text."""
     forecast: MemoryForecast
-    """Predicted memory of the run, and what does not fit."""
+    """Predicted memory of the run, and the parts that do not fit."""
     checkpoint: int | None
-    """Bytes of one checkpoint; None if none is written or a backend does not estimate it."""
+    """Size of one checkpoint in bytes, or None if none is written or a backend does not estimate it."""
 
 
 def dry_run(config: RunConfig) -> int:
@@ -71,7 +71,7 @@ def dry_run(config: RunConfig) -> int:
         config: a configuration as `load_config` returns it.
 
     Returns:
-        The exit status: 0 if the run fits, else `NOT_FITTING`.
+        The exit status: 0 if the run fits, or else `NOT_FITTING`.
 
     Raises:
         ConfigError: a model's configuration cannot be read here, or a check that does not depend on the machine fails.
@@ -111,7 +111,7 @@ def _is_made(check: RunCheck, config: RunConfig, of_machine: bool = False) -> bo
 
 
 def data_lines(config: RunConfig) -> Iterator[str]:
-    """Yield the finding about the data if it has local files, or what would have to be downloaded to read it.
+    """Yield the finding about the data if it has local files, or else the files that have to be downloaded.
 
     Args:
         config: a configuration whose models are folders or in the hub's cache. The names of its tokenizers are changed.

@@ -1,6 +1,6 @@
-"""Defines `nemo_rl init`, which writes a configuration and a reward to start from.
+"""Define `nemo_rl init`, which writes a configuration and a reward to start from.
 
-Invariant: the two files train as they are, and no file is replaced.
+Invariant: the two files can be trained without changes, and no file is replaced.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Defines `nemo_rl grpo` and the other commands that run a configuration.
+"""Define `nemo_rl grpo` and the other commands that run a configuration.
 
 The module imports little, so that the help appears immediately. Invariant: the commands do what the scripts
 `examples/run_*.py` do.
@@ -14,14 +14,14 @@ STARTED_AT = time.perf_counter()
 
 @dataclass(frozen=True)
 class RunCommand:
-    """The command of one program, with the members that `nemo_rl` reads from the modules of commands."""
+    """Command of one program, with the members that `nemo_rl` reads from the modules of commands."""
 
     NAME: str
     """Name of the command, which is that of the program."""
     SUMMARY: str
     """One line for the list of commands."""
     BASE_FILES: str
-    """Base file for GPUs, and the one for a machine without GPU."""
+    """Base file for GPUs, and base file for a machine without GPU."""
 
     @property
     def DESCRIPTION(self) -> str:  # noqa: N802  (read like a constant of a module)
@@ -58,4 +58,4 @@ RUNS = [
     RunCommand("distillation", "train a student on a teacher", "distillation_math.yaml, distillation_math_cpu.yaml"),
     RunCommand("eval", "evaluate a model on problems with known answers", "eval.yaml, eval_cpu.yaml"),
 ]
-"""The commands, one for each program of `nemo_rl.launch.programs`."""
+"""Commands, one for each program of `nemo_rl.launch.programs`."""

@@ -1,4 +1,4 @@
-"""Defines `nemo_rl smollm2`, which makes a folder of the model SmolLM2-135M-Instruct without a network.
+"""Define `nemo_rl smollm2`, which makes a folder of the model SmolLM2-135M-Instruct without a network.
 
 A Python package has this model as one GGUF file, with about 5 bits for each weight. The program reads the file,
 computes the weights in float32, rounds them to bfloat16, and writes the files that `from_pretrained` loads.
@@ -47,7 +47,7 @@ FILES = {
     "tokenizer.json": "303cc074c1fc1dd1e5a25475af43df39818c80f10f6821171369b5b5414c5c0e",
     "tokenizer_config.json": "a8a9cfc5951dee0fff9117072d3e449b3cfdd35fe718f62e7203590294c0e2d0",
 }
-"""SHA-256 of each file of the folder but README.md, whose text may change."""
+"""SHA-256 of each file of the folder except README.md, whose text may change."""
 
 _README = """# SmolLM2-135M-Instruct
 
@@ -105,7 +105,7 @@ _TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Names of the file's tensors, and those of transformers."""
+"""Names of the file's tensors, and of the tensors of transformers."""
 
 _PARAMETERS = 134_515_008
 _GREETING = (
@@ -157,7 +157,7 @@ def _is_there(folder: Path) -> bool:
     """Return whether the folder has the model, or False if it is empty or does not exist.
 
     Raises:
-        ConfigError: it has anything else.
+        ConfigError: the folder has other content.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
@@ -186,7 +186,7 @@ def _sha256(file: Path) -> str:
 
 
 def _package_file() -> Path:
-    """Return the model file of the installed package, which is not imported: it would import a chat program.
+    """Return the model file of the installed package, without importing the package, which would import a chat program.
 
     Raises:
         ConfigError: a package is not installed, or the file is another one.
@@ -211,7 +211,7 @@ def _make(folder: Path, source: Path) -> int:
     """Make the folder and return its size in bytes.
 
     Raises:
-        CheckpointError: it cannot be written, or a file is not what it should be.
+        CheckpointError: the folder cannot be written, or a file has other content than expected.
     """
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
     try:
@@ -318,7 +318,7 @@ def _weight(tensor: Any) -> "Tensor":
 
 
 def _check(folder: Path) -> None:
-    """Compare the written files with `FILES`, and what the installed transformers makes of them.
+    """Compare the written files with `FILES`, and the result of the installed transformers with the expected one.
 
     Raises:
         CheckpointError: something differs.

@@ -1,1 +1,1 @@
-"""Public names of NeMo RL: where each is defined here, and which belong to features that are not built yet."""
+"""Define the public names of NeMo RL: their place here, and the features that are not built yet."""

@@ -1,9 +1,9 @@
-"""Keeps the import paths of NeMo RL for names and modules that are elsewhere here or not built yet.
+"""Keep the import paths of NeMo RL for names and modules that have another place here or are not built yet.
 
-A name is imported from its module when it is first used, so a public path may lead to any layer and costs nothing until
-then. `MOVED` names modules that have another path here; both paths lead to the same module. Invariant: a public name of
-NeMo RL either works, or raises an error that names its feature (`NOT_BUILT`) or its replacement (`ELSEWHERE`,
-`OTHER_NAMES`).
+A name is imported from its module when it is first used, so a public path may lead to any layer, and its import costs
+nothing until then. `MOVED` names modules that have another path here; both paths lead to the same module. Invariant: a
+public name of NeMo RL either works, or raises an error that names its feature (`NOT_BUILT`) or its replacement
+(`ELSEWHERE`, `OTHER_NAMES`).
 """
 
 import importlib
@@ -48,7 +48,7 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.utils.memory_tracker": ("the record of host memory by stage", ()),
     "nemo_rl.utils.nsys": ("profiling with Nsight Systems", ()),
 }
-"""Feature that a module of NeMo RL belongs to, and the names of the module that belong to it; no names: all of them."""
+"""Feature that a module of NeMo RL belongs to, and the module's names that belong to it. No names mean all names."""
 
 ELSEWHERE: dict[str, str] = {
     "nemo_rl.models.value": "a critic is a Policy (nemo_rl.models.policy.lm_policy) with reward_model_cfg.enabled, "
@@ -81,7 +81,7 @@ ELSEWHERE: dict[str, str] = {
     "nemo_rl.weight_sync.factory": "refit_policy_generation (nemo_rl.algorithms.grpo) moves weights, "
     "configured by policy.generation.weight_sync",
 }
-"""Module of NeMo RL that has another name here -> what to use instead."""
+"""Module of NeMo RL that has another name here -> its replacement."""
 
 _DYNAMIC_SAMPLING = (
     "{section}.use_dynamic_sampling=true draws prompts until enough of them have differing rewards; the source of "
@@ -102,10 +102,10 @@ MOVED: dict[str, str] = {
     "nemo_rl.environments.reward_model_environment": "nemo_rl.kits.judges.reward_model",
     "nemo_rl.environments.tools": "nemo_rl.kits.tools",
 }
-"""Path of a module or a package in NeMo RL -> its path here; the modules of a package move with it."""
+"""Path of a module or a package in NeMo RL -> its path here. Modules of a package move with the package."""
 
 _ENGINES_OF_CHECKPOINTS = "checkpoint_engine"
-"""Part of the names of modules for checkpoint engines, in whatever package they are."""
+"""Part of the names of modules for checkpoint engines in all packages."""
 
 
 def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
@@ -138,7 +138,7 @@ def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callabl
 
 
 class _MovedModule(Loader):
-    """Loads, for a path of NeMo RL in `MOVED`, the module at the path here."""
+    """Load the module at the path here, for a path of NeMo RL in `MOVED`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -154,7 +154,7 @@ class _MovedModule(Loader):
 
 
 class _MovedFinder(MetaPathFinder):
-    """Finds modules of `MOVED`.
+    """Find modules of `MOVED`.
 
     It comes first, because other finders would search a moved package for its modules and load them a second time.
     """
@@ -169,7 +169,7 @@ class _MovedFinder(MetaPathFinder):
 
 
 class _NotBuiltFinder(MetaPathFinder):
-    """Last finder for modules: raises an error that names the feature of a missing module of NeMo RL."""
+    """Last finder of modules. It raises an error that names the feature of a missing module of NeMo RL."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:
         feature, names = NOT_BUILT.get(fullname, ("", ()))
@@ -184,7 +184,7 @@ class _NotBuiltFinder(MetaPathFinder):
 
 
 def _way(feature: str) -> str:
-    """Return advice for a missing feature if another one replaces it, else an empty text."""
+    """Return advice for a missing feature if another one replaces it, or else an empty text."""
     if feature.startswith("the generation backend"):
         return " Set policy.generation.backend to vllm, hf, megatron or the dotted path of a class."
     if feature.startswith("checkpoint engines"):

@@ -1,6 +1,6 @@
-"""Defines every key that a user can set, and loads, overrides and checks configurations.
+"""Define every key that a user can set, and load, override and check configurations.
 
-The package is the lowest layer of the library besides `utils`, and every other package receives the sections of the
+The package is the lowest layer of the library besides `utils`. Every other package receives the sections of the
 configuration that it needs. Invariant: importing this package loads neither torch nor ray.
 """
 

@@ -1,7 +1,7 @@
-"""Records and reports rows that cannot be used: their place, the reason, and whether there are too many.
+"""Record and report rows that cannot be used, with their place and the reason, and refuse too many of them.
 
-Readers and data sets collect bad rows; `datasets.setup` checks their share, and the loader does so for prompts that
-turn out to be too long. Invariant: a row is either used or reported with its place; no row is dropped silently.
+Readers and data sets collect bad rows. `datasets.setup` checks their share, and the loader checks the share of prompts
+that are too long. Invariant: a row is either used or reported with its place. No row is dropped silently.
 """
 
 import logging
@@ -17,7 +17,7 @@ PLACES_SHOWN = 5
 
 
 class RowError(Exception):
-    """Raised for a row that cannot be used. The message gives the reason, and readers of rows catch the error."""
+    """Error of a row that cannot be used. The message has the reason. Readers of rows catch the error."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BadRow:
     file: str
     """Path of the file, or name of the data set."""
     line: int
-    """Line of a text file where the row begins (from 1), or index of the row in a table (from 0)."""
+    """Line of a text file in which the row begins (from 1), or index of the row in a table (from 0)."""
     reason: str
     """The reason in a few words."""
 
@@ -36,7 +36,7 @@ class BadRow:
 
 
 def summarize_bad_rows(bad_rows: Sequence[BadRow], num_rows: int) -> str:
-    """Return a paragraph with the number of bad rows by reason, the most frequent first, and some places of each."""
+    """Return a paragraph with the number of bad rows and some of their places, by reason, most frequent first."""
     places = defaultdict(list)
     for row in bad_rows:
         places[row.reason].append(str(row))
@@ -77,8 +77,8 @@ def report_bad_rows(
     if len(bad_rows) == num_rows:
         found = f"\nIts first row has the columns {', '.join(columns)}; " if columns else "\n"
         raise DataError(
-            f"data set {name} has no usable row. {summary}{found}"
-            f"choose the columns of question and answer with {' and '.join(keys)}."
+            f"data set {name} has no usable row. {summary}{found}choose the columns of question and answer with "
+            f"{' and '.join(keys)}."
         )
     share = len(bad_rows) / num_rows
     if share > max_share:

@@ -1,7 +1,7 @@
 """Make a training batch from conversations in one call, for example in a notebook.
 
 `messages.conversations` renders and tokenises the conversations, and `collate_fn` joins them, as for the data sets of a
-run. Invariant: the tokens that count in the loss are those that SFT would train on.
+run. Invariant: the tokens that count in the loss are the same as in SFT.
 """
 
 from collections.abc import Iterable

@@ -30,7 +30,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
         `message_log` (list), `length` [B] int64, `loss_multiplier` [B] float32, `extra_env_info` (list), `task_name`
         (list, None where a datum has none), `idx` (list), `batch_max_length` [B] int64 (the largest length, B times),
         `stop_strings`, `chat` and `effort` (lists, None where absent). If a datum has `row_inputs`, the batch has them
-        too, as a list (see `data.model_rows`). The same holds for the functions below.
+        too, as a list (`data.model_rows`). The same holds for the functions below.
     """
     length = torch.tensor([datum["length"] for datum in data_batch], dtype=torch.int64)
     batch: BatchedDataDict[Any] = BatchedDataDict(
@@ -107,8 +107,8 @@ def feedback_collate_fn(
     batch = sft_collate_fn([*data_batch], tokenizer, make_sequence_length_divisible_by, only_unmask_final=True)
     if ROW_INPUTS in batch:
         raise DataError(
-            f"A row has {batch[ROW_INPUTS][0]}, but KTO puts answers after the prompts of other rows and accepts token "
-            "ids only. Train on such rows with SFT, DPO, GRPO or PPO."
+            f"A row has {batch[ROW_INPUTS][0]}, but KTO puts answers after the prompts of other rows and accepts "
+            "token ids only. Train on such rows with SFT, DPO, GRPO or PPO."
         )
     batch["desirable"] = torch.tensor([datum["desirable"] for datum in data_batch], dtype=torch.float32)
     return batch
@@ -155,7 +155,7 @@ def preference_collate_fn(
 
 
 def _with_faults(batch: BatchedDataDict[Any], data: Sequence[Mapping[str, Any]]) -> BatchedDataDict[Any]:
-    """Add `fault` if any datum has one: a list with None for usable rows. The loader reports and removes it."""
+    """Add `fault` if any datum has a fault, as a list with None for usable rows. The loader reports and removes it."""
     if any("fault" in datum for datum in data):
         batch["fault"] = [datum.get("fault") for datum in data]
     return batch
@@ -173,7 +173,7 @@ def add_loss_mask_to_message_log(
     Args:
         batch_message_log: The logs to mark.
         roles_to_train_on: Roles whose tokens count in the loss.
-        only_unmask_final: Whether only the last message of a log counts, whatever its role. If messages of a log have
+        only_unmask_final: Whether only the last message of a log counts, for any role. If messages of a log have
             `counts`, this key decides instead.
     """
     for message_log in batch_message_log:

@@ -1,4 +1,4 @@
-"""Find the common prefixes of rows as a tree. Answers to one prompt and branches of one session have such prefixes.
+"""Find the common prefixes of rows as a tree. Answers to one prompt and branches of one sample have such prefixes.
 
     row 0: p a b          root ─┬─ p ─┬─ a ─┬─ b     (row 0)
     row 1: p a c    ─►          │     │     └─ c     (row 1)
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LEAST_TOKENS = 8
-"""Smallest number of tokens of a node. With fewer, the additional attention keys cost more than sharing saves."""
+"""Smallest number of tokens of a node. A smaller node would cost more in attention keys than it saves."""
 _LEAST_SHARE = 1 / 32
 """Smallest number of tokens of a node as a share of its keys, for the same reason."""
 
@@ -32,20 +32,20 @@ class Node(NamedTuple):
     """Tokens that several rows share."""
 
     depth: int
-    """Number of tokens from the beginning of the rows to the end of the node, which is also the number of its keys."""
+    """Number of tokens from the start of the rows to the end of the node, which is also its number of keys."""
     parent: int
     """Index of the parent node. The root has index 0 and no tokens."""
     first: int
-    """Place of the node's first row in the order of the rows."""
+    """Position of the node's first row in the order of the rows."""
 
 
 class Path(NamedTuple):
-    """The place of a row in a tree. Two paths are enough to compute how many tokens the two rows share."""
+    """The location of a row in a tree. Two paths are enough to compute how many tokens their rows share."""
 
     place: int
-    """Place of the row in the order of the rows."""
+    """Position of the row in the order of the rows."""
     nodes: tuple[tuple[int, int], ...]
-    """`(depth, first)` of each node on the way from the root to the row (see `Node`)."""
+    """`(depth, first)` of each node on the path from the root to the row (`Node`)."""
 
     def shared(self, other: "Path") -> int:
         """Return the number of tokens that both rows share."""
@@ -57,13 +57,13 @@ class Prefixes:
     """The tree of rows, as the module docstring describes."""
 
     rows: list[int]
-    """Indices of the rows, in an order in which rows with a common prefix follow each other."""
+    """Indices of the rows in an order in which rows with a common prefix are adjacent."""
     shared: list[int]
     """Number of tokens that each row in this order shares with the row before it, or 0 for the first row."""
 
     @classmethod
     def of(cls, tokens: Sequence[NDArray[np.integer]]) -> "Prefixes":
-        """Find the tree of rows of tokens of equal dtype, without nodes that cost more than they save."""
+        """Find the tree of rows of tokens (of equal dtype), without nodes that cost more than they save."""
         keys = [row.tobytes() for row in tokens]
         rows = sorted(range(len(tokens)), key=keys.__getitem__)
         shared = [0, *(max(_num_equal(tokens[a], tokens[b]) - 1, 0) for a, b in pairwise(rows))]
@@ -71,7 +71,7 @@ class Prefixes:
 
     @classmethod
     def of_groups(cls, tokens: Sequence[NDArray[np.integer]], groups: Sequence[int]) -> "Prefixes":
-        """Find the tree of rows of which only those of one group share tokens. Rows of group -1 come first."""
+        """Find the tree of rows in which only rows of the same group share tokens. Rows of group -1 come first."""
         members: dict[int, list[int]] = {-1: []}
         for row, group in enumerate(groups):
             members.setdefault(group, []).append(row)
@@ -83,17 +83,17 @@ class Prefixes:
 
     @classmethod
     def side_by_side(cls, trees: Sequence["Prefixes"]) -> "Prefixes":
-        """Return the tree of the rows of several trees. Rows of different trees share nothing."""
+        """Return the tree that combines several trees. Rows of different trees do not share tokens."""
         return cls([row for tree in trees for row in tree.rows], [n for tree in trees for n in tree.shared])
 
     @classmethod
     def alone(cls, count: int) -> "Prefixes":
-        """Return the tree of rows that share nothing."""
+        """Return the tree of rows that do not share tokens."""
         return cls(list(range(count)), [0] * count)
 
     @property
     def is_flat(self) -> bool:
-        """True if no rows share tokens."""
+        """Return True if no rows share tokens."""
         return not any(self.shared)
 
     @cached_property
@@ -107,21 +107,21 @@ class Prefixes:
         return Prefixes([self.rows[place] for place in places], shared[: len(places)])
 
     def between_multiples(self, size: int) -> "Prefixes":
-        """Return the tree in which only the rows of each group of `size` consecutive indices share tokens."""
+        """Return the tree in which rows share tokens only within each group of `size` consecutive indices."""
         if size == 1:
             return self
         return self.side_by_side([self.within(group) for group in batched(range(len(self.rows)), size)])
 
     def part(self, start: int, stop: int) -> "Prefixes":
-        """Return the tree of the rows at the places from `start` to `stop - 1`."""
+        """Return the tree of the rows at positions `start` to `stop - 1`."""
         return Prefixes(self.rows[start:stop], [0, *self.shared[start + 1 : stop]])
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Return the number of tokens that are laid out for the rows, given the lengths of all rows of the batch."""
+        """Return the number of tokens in the layout of the rows, given the lengths of all rows of the batch."""
         return sum(lengths[row] for row in self.rows) - sum(self.shared)
 
     def keys(self, lengths: Sequence[int]) -> int:
-        """Return the number of attention keys, as the sum of the tokens up to the end of each node and each row."""
+        """Return the number of attention keys: the sum of the tokens up to the end of each node and of each row."""
         return sum(lengths[row] for row in self.rows) + sum(node.depth for node in self.nodes)
 
     @property
@@ -131,14 +131,14 @@ class Prefixes:
 
     @property
     def node_of_place(self) -> list[int]:
-        """The index of the deepest node above the row at each place, or 0 (the root) if the row shares nothing."""
+        """The index of the deepest node of the row at each position, or 0 (the root) if the row shares no tokens."""
         nodes, between = self._tree
         after = [*between[1:], 0]
         return [max(pair, key=lambda node: nodes[node].depth) for pair in zip(between, after, strict=True)]
 
     @cached_property
     def _tree(self) -> tuple[list[Node], list[int]]:
-        """The nodes, and for each place the deepest node that the row there and the row before it share."""
+        """The nodes, and for each position the deepest node that its row shares with the previous row."""
         depths, parents, firsts, between = [0], [0], [0], []
         open_nodes = [0]
         for place, depth in enumerate(self.shared):
@@ -156,7 +156,7 @@ class Prefixes:
         return [Node(*node) for node in zip(depths, parents, firsts, strict=True)], between
 
     def paths(self) -> list[Path]:
-        """Return the path of each row, in the order of the rows' indices."""
+        """Return the path of each row, in the order of row indices."""
         found = {}
         for place, (row, node) in enumerate(zip(self.rows, self.node_of_place, strict=True)):
             on_way = []

@@ -1,7 +1,7 @@
-"""Give each prompt a level of effort. The level is drawn, and the prompt is rendered again with the level's texts.
+"""Give each prompt a random level of effort, and render it again with the level's texts.
 
-Any environment works, and any processor whose data has `DatumSpec.chat`. Invariant: a prompt's level depends only on
-run seed, phase and row, and so is the same for all answers, processes, resumed runs and `nemo_rl regrade`.
+This supports all environments, and all processors whose data has `DatumSpec.chat`. Invariant: a prompt's level depends
+only on run seed, phase and row, so it is the same for all answers, processes, resumed runs and `nemo_rl regrade`.
 """
 
 import inspect
@@ -27,7 +27,7 @@ _SEEDS = 2**63
 
 
 def drawn_level(levels: Mapping[str, EffortLevelConfig], run_seed: int, phase: str, row: int) -> str:
-    """Draw the level of a prompt with probabilities that are proportional to the levels' weights.
+    """Draw the level of a prompt, with probabilities proportional to the levels' weights.
 
     Args:
         levels: the section `effort_levels`, which must not be empty.
@@ -44,12 +44,12 @@ def drawn_level(levels: Mapping[str, EffortLevelConfig], run_seed: int, phase: s
 
 
 class EffortRows:
-    """Prompts, each with its level of effort, as a part of a `MixedDataset`.
+    """Prompts with their levels of effort, as a part of a `MixedDataset`.
 
     Args:
-        phase: see `drawn_level`.
+        phase: argument of `drawn_level`.
         max_seq_length: largest number of tokens of a prompt, or None for no limit.
-        rules: see `prompt_entry`.
+        rules: argument of `prompt_entry`.
         first_row: number of the first prompt among the rows of all parts.
 
     Raises:
@@ -165,7 +165,7 @@ def with_effort_levels(
 
 
 def _check_variables(key: str, level: EffortLevelConfig, tokenizer: TokenizerType) -> None:
-    """Refuse variables that the chat template does not read, with which all levels would have the same prompt."""
+    """Refuse variables that the chat template does not read, because all levels would then have the same prompt."""
     taken = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
     template = str(tokenizer.chat_template or "")
     for variable in level.chat_template_kwargs:

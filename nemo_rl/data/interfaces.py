@@ -42,8 +42,8 @@ __all__ = [
 type Message = dict[str, Any]
 """One turn. It has `role` (system, user, assistant, environment, tool), `content` (a `Content`, for display) and
 `token_ids` (1-D int64, on which training and sampling rely). Assistant turns of an engine also have
-`generation_logprobs` (1-D float32), and training adds `token_loss_mask` (1-D int64). `counts` (bool) says whether a
-turn counts in the loss if its role does not decide this. If engines report the experts of tokens, every message has
+`generation_logprobs` (1-D float32), and training adds `token_loss_mask` (1-D int64). If the role does not decide
+whether a turn counts in the loss, `counts` (bool) does. If engines report the experts of tokens, every message has
 `routed_experts` `[t, L, k]` (`data.routed_experts`)."""
 
 LLMMessageLogType = list[Message]
@@ -72,24 +72,24 @@ class DatumSpec(TypedDict):
     extra_env_info: dict[str, Any] | None
     """Data that the environment needs to grade the answer, e.g. `ground_truth`."""
     loss_multiplier: float
-    """1.0, or 0.0 for a sample that must not train the model because its prompt is too long."""
+    """1.0, or 0.0 for a sample that is excluded from training because its prompt is too long."""
     idx: int
     """Index of the row in the data set that the loader iterates over."""
     task_name: NotRequired[str]
     """Name of the environment that grades the sample."""
     stop_strings: NotRequired[list[str] | None]
     chat: NotRequired[Chat]
-    """Chat from which `message_log` was rendered; an environment's first observation is rendered with it."""
+    """Chat from which `message_log` was rendered. An environment's first observation is rendered with it."""
     row_inputs: NotRequired[RowInputs]
-    """Inputs of the model in addition to the tokens, for example pixel values (see `data.model_rows`)."""
+    """Inputs of the model in addition to the tokens, for example pixel values (`data.model_rows`)."""
     effort: NotRequired[str]
-    """Level of effort (see `data.effort_levels`)."""
+    """Level of effort (`data.effort_levels`)."""
     fault: NotRequired[str]
     """Reason why the row cannot be used, in a datum that replaces the row."""
 
 
 class PreferenceDatumSpec(TypedDict):
-    """A chosen and a rejected conversation that share their beginning."""
+    """A chosen and a rejected conversation with a common start."""
 
     message_log_chosen: LLMMessageLogType
     message_log_rejected: LLMMessageLogType
@@ -98,12 +98,12 @@ class PreferenceDatumSpec(TypedDict):
     loss_multiplier: float
     idx: int
     margin: NotRequired[float]
-    """Difference of rewards by which the chosen conversation should lead."""
+    """Amount by which the reward of the chosen conversation should exceed that of the rejected one."""
     row_inputs_chosen: NotRequired[RowInputs]
-    """See `DatumSpec.row_inputs`; the inputs of `message_log_chosen`."""
+    """Further inputs of `message_log_chosen`, as in `DatumSpec.row_inputs`."""
     row_inputs_rejected: NotRequired[RowInputs]
     fault: NotRequired[str]
-    """See `DatumSpec.fault`."""
+    """Reason why the row cannot be used, as in `DatumSpec.fault`."""
 
 
 class FeedbackDatumSpec(DatumSpec):
@@ -114,13 +114,13 @@ class FeedbackDatumSpec(DatumSpec):
 
 @dataclass
 class TaskDataSpec:
-    """The texts that are put around the rows of one data set.
+    """The texts that are added to the rows of a data set.
 
     Both files are read when the object is constructed. Their unchanged content is in `prompt` and `system_prompt`,
     which are None without a file.
 
     Raises:
-        DataError: A file is missing, is not UTF-8, or is no valid template for `str.format`.
+        DataError: A file is missing, is not UTF-8, or is not a valid template for `str.format`.
     """
 
     task_name: str | None = None
@@ -132,13 +132,13 @@ class TaskDataSpec:
     stop_strings: list[str] | None = None
     """Texts that end an answer, in addition to those of `policy.generation`."""
     text_rules: TextRules | None = None
-    """Rules on which texts are encoded as ordinary text, or None for `TextRules()`."""
+    """Rules that choose texts to encode as ordinary text. If None, `TextRules()`."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Function schemas that every prompt offers, in addition to those of its row."""
     may_leave_out: Collection[str] | None = None
-    """Parts of a row that the chat template may leave out, or None for `MAY_LEAVE_OUT`."""
+    """Parts of a row that the chat template may leave out. If None, `MAY_LEAVE_OUT`."""
     keeps_rows: bool | None = None
-    """Whether `extra_env_info` of a prompt has the columns of the row."""
+    """Whether `extra_env_info` of a prompt contains the columns of the row."""
     prompt: str | None = field(default=None, init=False)
     system_prompt: str | None = field(default=None, init=False)
 
@@ -149,11 +149,11 @@ class TaskDataSpec:
 
     @property
     def rules(self) -> TextRules:
-        """`text_rules`, or the default rules if it is None."""
+        """Return `text_rules`, or the default rules if it is None."""
         return self.text_rules or TextRules()
 
     def copy_defaults(self, from_spec: "TaskDataSpec") -> None:
-        """Set each attribute that is None to that of `from_spec`."""
+        """Set each attribute that is None to its value in `from_spec`."""
         for attribute in dataclasses.fields(self):
             if getattr(self, attribute.name) is None:
                 setattr(self, attribute.name, getattr(from_spec, attribute.name))
@@ -183,7 +183,7 @@ class TaskDataSpec:
 
 
 class TaskDataProcessFnCallable(Protocol):
-    """Turns a formatted row into a datum with token ids."""
+    """Interface that converts a formatted row to a datum with token ids."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Provide message logs under NeMo RL's names: re-exports, and two helpers that only programs for NeMo RL call."""
+"""Provide message logs under NeMo RL's names, with two helpers that only programs for NeMo RL call."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def get_keys_from_message_log(message_log: LLMMessageLogType, keys: Sequence[str]) -> LLMMessageLogType:
-    """Return the log with only these keys. Keys that a message does not have are ignored."""
+    """Return the log with only the given keys. Keys that a message lacks are ignored."""
     return [{key: message[key] for key in keys if key in message} for message in message_log]
 
 

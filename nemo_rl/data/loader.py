@@ -2,7 +2,7 @@
 
 The loader extends torchdata's `StatefulDataLoader`. Invariant: the order of epoch e depends only on the seed and e. The
 state of the loader is therefore an epoch and a number of batches, and a loader with a restored state continues with the
-next batch. If `take` has drawn a part of a batch, the state counts this batch as started.
+next batch. If `take` has drawn a part of a batch, the state counts the batch as started.
 """
 
 import gc
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpochSampler(Sampler[int]):
-    """Row indices of one epoch, between two positions that `begin` sets.
+    """Row indices of one epoch, between two positions set by `begin`.
 
     Args:
         shuffle: Whether to draw a new order for each epoch. If False, the order is 0, 1, 2, ...
@@ -66,10 +66,10 @@ class EpochSampler(Sampler[int]):
 class PromptLoader(StatefulDataLoader):
     """A `StatefulDataLoader` whose state is an epoch and a number of batches.
 
-    Each `iter()` begins the next epoch, except the first one after `load_state_dict`, which yields the rest of the
-    saved epoch (nothing, if it was saved after the last batch). The state of torchdata's class depends on the number of
-    workers and counts epochs by calls of `iter()`. The state of this class does neither. Rows that are too long or
-    cannot be used are reported by file and line.
+    Each `iter()` begins the next epoch, except the first `iter()` after `load_state_dict`, which yields the rest of the
+    saved epoch (nothing, if it was saved after the last batch). Unlike the state of torchdata's class, this state does
+    not depend on the number of workers or on calls of `iter()`. Rows that are too long or cannot be used are reported
+    by file and line.
 
     Args:
         sampler: Sampler that determines the order of the rows.
@@ -91,7 +91,7 @@ class PromptLoader(StatefulDataLoader):
         self.epoch = 0
         """Number of finished epochs."""
         self.last_rows: list[int] = []
-        """Indices of the rows in the last batch that was yielded."""
+        """Indices of the rows in the last yielded batch."""
         self._accept_changes = accept_changes
         self._order = sampler
         self._faults = RowFaults(dataset, sampler.num_rows, max_bad_row_share)
@@ -115,27 +115,27 @@ class PromptLoader(StatefulDataLoader):
 
     @property
     def num_over_long(self) -> int:
-        """Number of prompts so far that were too long."""
+        """Return the number of prompts so far that were too long."""
         return self._faults.num_over_long
 
     @property
     def num_unusable(self) -> int:
-        """Number of rows so far that could not be rendered or encoded."""
+        """Return the number of rows so far that could not be rendered or encoded."""
         return self._faults.num_unusable
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of an epoch, including rows that do not fill its last batch."""
+        """Return the number of rows of an epoch, including rows that do not fill its last batch."""
         return self._order.num_rows
 
     @property
     def current_batch(self) -> list[int]:
-        """Indices of the rows in the last batch that was started in this epoch."""
+        """Return the indices of the rows in the last batch that was started in this epoch."""
         end = self._num_batches_done * self._size
         return self._order.order(self.epoch)[end - self._size : end]
 
     def take(self, num_rows: int) -> list[int]:
-        """Draw up to `num_rows` rows without preparing them, so that the next `iter()` continues after them.
+        """Draw up to `num_rows` rows without preparing them. The next `iter()` continues after them.
 
         Returns:
             Indices of rows of this epoch, or an empty list if it has no more. The next call then begins the next epoch.
@@ -148,7 +148,7 @@ class PromptLoader(StatefulDataLoader):
         return rows
 
     def prepare(self, rows: Sequence[int], counted: Collection[int] = ()) -> Any:
-        """Make a batch of rows that were drawn by `take`, in this process and without changing the position.
+        """Make a batch of rows that `take` has drawn, in this process and without changing the position.
 
         Args:
             rows: Indices of rows of the data set.
@@ -160,7 +160,7 @@ class PromptLoader(StatefulDataLoader):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of batches started in it, and the settings on which their meaning depends."""
+        """Return the epoch, the number of started batches, and the settings on which their meaning depends."""
         return {
             "epoch": self.epoch,
             "num_batches_done": self._num_batches_done,
@@ -184,7 +184,7 @@ class PromptLoader(StatefulDataLoader):
             self._move(changed)
 
     def check_position(self, state_dict: dict[str, Any]) -> list[str]:
-        """Return the changes since a position was saved. The method raises the errors of `load_state_dict`."""
+        """Return the changes since a position was saved. Errors are those of `load_state_dict`."""
         if "data_sets" in state_dict:
             raise DataError(
                 "the checkpoint's position is in data sets that are drawn by weights; this run shuffles them together. "
@@ -227,7 +227,7 @@ class PromptLoader(StatefulDataLoader):
         self._faults.begin_epoch()
 
     def _finish_epoch(self) -> None:
-        """Report the rows of this epoch that did not train, and go to the beginning of the next epoch."""
+        """Report the rows of this epoch that were not used for training, and go to the start of the next epoch."""
         self._faults.report()
         self._begin_epoch(self.epoch + 1)
 
@@ -282,7 +282,7 @@ def build_loader(
         num_workers: Number of processes that prepare prompts, or 0 for this process.
         drop_last: Whether to leave out the rows of an epoch that do not fill a batch.
         max_rows: Number of first rows of the data set to use, or None for all rows.
-        accept_changes: Whether to continue from a position in other data (see `PromptLoader.load_state_dict`).
+        accept_changes: Whether to continue from a position in other data (`PromptLoader.load_state_dict`).
         max_bad_row_share: Largest share of unusable rows in an epoch. Above it, iterating raises `DataError`.
 
     Raises:
@@ -312,7 +312,7 @@ def _begin_worker(worker_id: int) -> None:
     """Detach a forked data worker from the state that it inherited from the run.
 
     The worker ignores Ctrl-C and a closed terminal, because the run ends it. Garbage collection must not clean up the
-    run's objects (Ray's among them): this would wait for threads that exist only in the run's process.
+    run's objects, such as Ray's, because this would wait for threads that exist only in the run's process.
     """
     os.setpgid(0, 0)
     gc.freeze()

@@ -1,14 +1,13 @@
-"""Carry the model inputs of a row besides its token ids from the data processor to the model's forward.
+"""Pass a row's inputs besides token ids from the data processor to the model's forward.
 
     processor ─► datum["row_inputs"] ─► collate: batch["row_inputs"], a list with one entry a row
                                            │  ranks and microbatches take rows, so they take list entries
                  rollout ─► engine         ▼
                                `forward_arguments`, `position_ids`: keyword arguments of the model's forward
 
-All decisions about batching these inputs are in this file. Token ids are not part of them, because rollouts extend
-token ids in message logs, requests and `input_ids`. Invariant: the model's forward gets the items of all rows
-concatenated, in the order of the rows' tokens, whether rows are padded or packed. A batch without such inputs has no
-key for them.
+This file makes all decisions about batching these inputs. They do not include token ids, which rollouts extend in
+message logs, requests and `input_ids`. Invariant: the model's forward gets the items of all rows concatenated, in the
+order of the rows' tokens, whether rows are padded or packed. A batch without such inputs has no key for them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ ROW_INPUTS = "row_inputs"
 TOKEN_ARGUMENTS = frozenset(
     ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "divided_row")
 )
-"""Arguments of a model's forward that are computed from the layout of the tokens."""
+"""Arguments of a model's forward that follow from the layout of the tokens."""
 _RESERVED = TOKEN_ARGUMENTS | {
     "attention_mask",
     "cache_position",
@@ -39,21 +38,21 @@ _RESERVED = TOKEN_ARGUMENTS | {
 }
 
 type PositionRule = Callable[[Tensor, "RowInputs"], Tensor]
-"""Function that returns the positions `[n]` or `[d, n]` int64 of a row, given its token ids `[n]` int64 and its inputs.
+"""Function from a row's token ids `[n]` int64 and its inputs to its positions `[n]` or `[d, n]` int64.
 
-The function is called again when a rollout has extended the row. A position may depend only on the tokens up to this
-position. Ray pickles the function, so a module-level function is best."""
+The function is called again when a rollout has extended the row. A position may depend only on the tokens up to it. Ray
+pickles the function, so it should be a module-level function."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowInput:
-    """One further input of one row."""
+    """One input of a row besides its token ids."""
 
     values: Tensor
     """The n items of the row, `[n, ...]` on the CPU. n may differ between rows and may be 0. The shape of an item and
     the dtype must be the same in all rows."""
     lengths_as: str | None = None
-    """Name of the forward's argument for the number of items of each row, `[b]` int64, or None if it has none."""
+    """Name of the forward's argument for the number of items of each row, `[b]` int64. None if there is none."""
 
     @property
     def kind(self) -> tuple[torch.dtype, tuple[int, ...], str | None]:
@@ -79,7 +78,7 @@ class RowInputs:
     inputs: Mapping[str, RowInput] = field(default_factory=dict)
     """Inputs, such as pixel values, by the name of the forward's argument."""
     positions: PositionRule | None = None
-    """Function that computes the positions of the tokens, or None for the positions 0 to n - 1."""
+    """Function that computes the positions of the tokens. If None, positions are 0 to n - 1."""
 
     def __post_init__(self) -> None:
         """Check names and tensors."""
@@ -87,8 +86,8 @@ class RowInputs:
         taken = sorted(name for name in arguments if name in _RESERVED or arguments.count(name) > 1)
         if taken:
             raise DataError(
-                f"A row gives the model's arguments {', '.join(dict.fromkeys(taken))} more than once, or the layout of "
-                "the tokens makes them. Give each further input its own name."
+                f"A row gives the model's arguments {', '.join(dict.fromkeys(taken))} more than once, or the layout "
+                "of the tokens makes them. Give each further input its own name."
             )
         for name, given in self.inputs.items():
             values = given.values
@@ -122,7 +121,7 @@ class RowInputs:
         return [*self.inputs, *(given.lengths_as for given in self.inputs.values() if given.lengths_as is not None)]
 
     def without_items(self) -> Self:
-        """Copy the inputs with n = 0 and without a position rule, for a filler row and for a row that was cut."""
+        """Copy the inputs with n = 0 and without a position rule, for filler rows and for rows that were cut."""
         empty = {name: RowInput(given.values[:0], given.lengths_as) for name, given in self.inputs.items()}
         return type(self)(empty)
 
@@ -145,7 +144,7 @@ def row_inputs_of(data: Sequence[Mapping[str, Any]], key: str = ROW_INPUTS) -> d
         `row_inputs` (a list of B items), or an empty mapping if no datum has inputs.
 
     Raises:
-        DataError: see `completed`.
+        DataError: raised by `completed`.
     """
     if not any(datum.get(key) is not None for datum in data):
         return {}
@@ -153,9 +152,9 @@ def row_inputs_of(data: Sequence[Mapping[str, Any]], key: str = ROW_INPUTS) -> d
 
 
 def completed(column: Sequence[RowInputs | None]) -> list[RowInputs]:
-    """Give every row all inputs that any row has. A row that lacks an input gets it with 0 items.
+    """Give every row all inputs of the other rows. A row without an input gets it with 0 items.
 
-    In this way, all microbatches on all ranks call the model with the same arguments.
+    All microbatches on all ranks then call the model with the same arguments.
 
     Raises:
         DataError: rows give an input of one name with different dtypes or shapes.
@@ -246,7 +245,7 @@ def position_ids(rows: Sequence[Tensor], column: Sequence[RowInputs], width: int
 
 
 def _of_one_shape(positions: list[Tensor]) -> list[Tensor]:
-    """Repeat positions `[n]` for each dimension if other rows have positions `[d, n]`."""
+    """Repeat positions `[n]` for each of d dimensions if other rows have positions `[d, n]`."""
     sizes = sorted({len(own) for own in positions if own.dim() == 2})
     if not sizes:
         return positions

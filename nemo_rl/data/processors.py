@@ -1,4 +1,4 @@
-"""Convert one row of a data set to a prompt with token ids. `messages.conversations` does so for whole conversations.
+"""Convert a row of a data set to a prompt with token ids. `messages.conversations` converts conversations.
 
 A processor is chosen by name (`data.train.processor`) and called for each row when it is needed. Invariant: the token
 ids of a prompt are those of the rendered chat, and are made only once. A prompt that is too long becomes a short stub
@@ -86,7 +86,7 @@ def episode_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Make the beginning of a prompt to which the environment adds its first message (`open_episode`).
+    """Make the start of a prompt to which the environment adds its first message (`open_episode`).
 
     It begins with the system prompt and the row's `messages`, often none. `extra_env_info` is that of the row.
     """
@@ -95,7 +95,7 @@ def episode_data_processor(
 
 
 GYM_ROW = "gym_row"
-"""Key of `extra_env_info` for a complete row of NeMo Gym."""
+"""Key in `extra_env_info` for a complete row of NeMo Gym."""
 
 
 def nemo_gym_data_processor(
@@ -107,7 +107,7 @@ def nemo_gym_data_processor(
 ) -> DatumSpec:
     """Make a prompt from a row of `NemoGymDataset`, with the messages and tools of the agent's first request.
 
-    `extra_env_info.gym_row` is the row, which the agent gets unchanged.
+    `extra_env_info.gym_row` is the unchanged row for the agent.
 
     Raises:
         DataError: the row is of another data set, or the prompt gets configured texts that the agent would not get.
@@ -182,7 +182,7 @@ def register_processor(processor_name: str, processor_function: TaskDataProcessF
 
 
 def get_processor(processor_name: str | None) -> TaskDataProcessFnCallable:
-    """Return the processor with a name. None stands for the name "default".
+    """Return the processor with a name. If it is None, the name is "default".
 
     Raises:
         DataError: There is no such processor.
@@ -207,7 +207,7 @@ _COLUMNS: dict[TaskDataProcessFnCallable, tuple[str, ...]] = {
 
 
 def columns_of(processor: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the columns that a processor reads besides those of its data set, or None for a user's processor."""
+    """Return the columns that a processor reads besides those of its data set. Return None for a user's processor."""
     made = processor.func if isinstance(processor, partial) else processor
     own = _COLUMNS.get(made)
     return None if own is None else frozenset((*own, "messages", "tools", "task_name"))
@@ -240,13 +240,13 @@ def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, An
 
 
 _NO_MESSAGE_YET: Message = {"role": "user", "content": ""}
-"""Message in place of the environment's first message in a prompt without messages, which templates would refuse."""
+"""Message instead of the environment's first message in a prompt without messages, which templates would refuse."""
 
 
 def opening_entry(
     chat: Chat, tokenizer: TokenizerType, longest: int | None = None, rules: TextRules | None = None
 ) -> Message:
-    """Return the single log message of a prompt whose first message may still be missing (see `prompt_entry`)."""
+    """Return the single log message of a prompt whose first message may still be missing."""
     shown: Chat = chat if chat["messages"] else {**chat, "messages": [_NO_MESSAGE_YET]}
     return prompt_entry(shown, tokenizer, longest, rules)
 
@@ -259,8 +259,8 @@ def prompt_entry(
     Args:
         chat: messages, tools, and variables for the template.
         tokenizer: tokenizer that renders and tokenises.
-        longest: see `encode_text`.
-        rules: rules on which texts are encoded as ordinary text, or None for `TextRules()`.
+        longest: argument of `encode_text`.
+        rules: rules that choose texts to encode as ordinary text, or None for `TextRules()`.
     """
     control, rules = control_tokens_of(tokenizer), rules or TextRules()
     messages, tools = control.quoted_chat(chat["messages"], rules), control.quoted_tools(chat["tools"], rules)
@@ -281,7 +281,7 @@ def _take(datum_dict: dict[str, Any], processor: str, *keys: str) -> list[Any]:
 
 
 def _literal(spec: TaskDataSpec) -> str:
-    """Return the text of a prompt file without a placeholder. Doubled braces become single braces."""
+    """Return the text of a prompt file without a placeholder, with single braces instead of doubled ones."""
     assert spec.prompt is not None
     try:
         return spec.prompt.format()

@@ -1,4 +1,4 @@
-"""Carry the experts of tokens from the engine's answers to the training batch.
+"""Pass the experts of tokens from the engine's answers to the training batch.
 
     engine: [P + n, L, k] of prompt and answer ─► note_experts: each message has those of its tokens
                                                       └─► padded_experts: [B, T, L, k] of the batch ─► `layout`
@@ -18,7 +18,7 @@ from torch import Tensor
 ROUTED_EXPERTS = "routed_experts"
 """Key of a message for `[t, L, k]`, and of a batch for `[B, T, L, k]`. It is absent if no engine reports experts."""
 NOT_REPORTED = -1
-"""Number in place of the experts of a token for which the engine has not reported any."""
+"""Number that replaces the experts of a token for which the engine has not reported any."""
 
 type Experts = NDArray[np.signedinteger[Any]]
 
@@ -45,8 +45,8 @@ def with_unreported(reported: NDArray[Any], num_tokens: int, num_experts: int) -
 def note_experts(log: Sequence[dict[str, Any]], experts: Experts | None) -> None:
     """Store the experts of a conversation in its messages.
 
-    Tokens with experts keep them, because an answer's experts must be those with which it was sampled, and a later turn
-    may have read its tokens again. A later turn only adds the experts of the answer's last token and of observations.
+    Tokens with experts keep them, because a later turn may read an answer's tokens again, but the experts must be those
+    of its sampling. A later turn only adds the experts of the answer's last token and of observations.
 
     Args:
         log: the messages of the conversation up to an answer, with `token_ids`.
@@ -66,7 +66,7 @@ def note_experts(log: Sequence[dict[str, Any]], experts: Experts | None) -> None
 
 
 def joined_experts(messages: Sequence[dict[str, Any]]) -> Experts | None:
-    """Return the concatenated experts of messages, `[N, L, k]`, or None if no message has any."""
+    """Return the concatenated experts of messages, `[N, L, k]`, or None if no message has experts."""
     first: Tensor | None = next((m[ROUTED_EXPERTS] for m in messages if ROUTED_EXPERTS in m), None)
     if first is None:
         return None

@@ -1,6 +1,6 @@
 """Load a tokenizer as configured in `policy.tokenizer`.
 
-Invariant: a loaded tokenizer always has a pad token, and renders chats exactly as configured.
+Invariant: a loaded tokenizer always has a pad token and renders chats as configured.
 """
 
 import logging
@@ -21,7 +21,7 @@ from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, NotBuiltErr
 logger = logging.getLogger(__name__)
 
 TEMPLATE_LIMIT_S = 10.0
-"""Time limit in seconds for a chat template to render a few short chats."""
+"""Time limit in seconds within which a chat template must render a few short chats."""
 _TEMPLATE_MEMORY_MB = 512
 _TOOL = {
     "type": "function",
@@ -39,10 +39,10 @@ _MORE_CHATS: list[list[dict[str, Any]]] = [
     ],
     _ASKED[1:] * 50,
 ]
-"""Chats that a chat template has to render before it is used."""
+"""Chats that a chat template must render before it is used."""
 
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Chat template that writes only the contents of the messages."""
+"""Chat template that writes only the contents of messages."""
 
 
 def get_tokenizer(
@@ -118,9 +118,9 @@ def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name
 
 
 def _require_messages(tokenizer: TokenizerType, section: str) -> None:
-    """Refuse a chat template that does not end, takes much memory, or renders every question to the same text.
+    """Refuse a chat template that does not end, needs much memory, or renders all questions to the same text.
 
-    The files of a model may come from anyone. For this reason its template first renders short chats in a process with
+    The author of a model's files may be unknown. Therefore its template first renders short chats in a process with
     limits. Errors that the template itself raises are reported later, together with the data.
     """
     if tokenizer.chat_template is None:
@@ -145,7 +145,7 @@ def _require_messages(tokenizer: TokenizerType, section: str) -> None:
 
 
 def _text_of_any_question(tokenizer: TokenizerType) -> str | None:
-    """Render short chats of all kinds, and return the beginning of a text that is the same for two questions."""
+    """Render short chats of all kinds. Return the start of a text that is equal for two questions."""
     questions = [[{"role": "user", "content": question}] for question in ("QUESTION", "ANOTHER")]
     texts = [_rendered(tokenizer, chat, False) for chat in questions]
     for chat in (questions[0], *_MORE_CHATS):
@@ -165,7 +165,7 @@ def _rendered(
 
 
 def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
-    """Use the end-of-sequence token as pad token if the tokenizer has no pad token.
+    """Use the end-of-sequence token as the pad token if the tokenizer has none.
 
     Raises:
         ConfigError: The tokenizer has neither token.
@@ -189,8 +189,8 @@ def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
 def ensure_distinct_pad_token(tokenizer: TokenizerType) -> None:
     """Set a pad token that differs from the end-of-sequence token.
 
-    A sequence classifier finds the last token of a padded sequence by the padding after it. A sequence that itself ends
-    with the pad token would therefore lose this token.
+    A sequence classifier finds the last token of a padded sequence by the padding after it. A sequence that ends with
+    the pad token would therefore lose this token.
 
     Raises:
         ConfigError: The tokenizer has no other token to pad with.

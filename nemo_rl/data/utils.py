@@ -1,4 +1,4 @@
-"""Load data sets with the functions that programs for NeMo RL call. Each one calls a function of this library."""
+"""Load data sets with the functions that programs for NeMo RL call. Each calls a function of this library."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ def setup_response_data(
     env_configs: Mapping[str, Any] | None = None,
     is_vlm: bool = False,
 ) -> Data | DataAndEnvironments:
-    """Load, check and combine all data sets of prompts (see `data.datasets.setup.setup_response_data`).
+    """Load, check and combine all data sets of prompts (`data.datasets.setup.setup_response_data`).
 
     Args:
         tokenizer: Tokenizer that renders and tokenises prompts.
@@ -50,7 +50,7 @@ def setup_response_data(
 def setup_preference_data(
     tokenizer: TokenizerType, data_config: SupervisedDataConfig | Mapping[str, Any]
 ) -> tuple[MixedDataset, dict[str, MixedDataset]]:
-    """Load, check and combine all data sets of pairs (see `data.datasets.setup.setup_preference_data`).
+    """Load, check and combine all data sets of pairs (`data.datasets.setup.setup_preference_data`).
 
     Returns:
         Training rows, and validation rows by the name of their data set. Rows without a name are under "default".

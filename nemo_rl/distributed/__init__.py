@@ -1,1 +1,1 @@
-"""Batches, virtual clusters and groups of worker processes, on which the rest of the library builds."""
+"""Provide batches, virtual clusters and groups of worker processes to the rest of the library."""

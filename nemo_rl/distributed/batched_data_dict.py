@@ -1,8 +1,8 @@
-"""Holds a batch: tensors and lists that share axis 0.
+"""Define the batch: tensors and lists with a common axis 0.
 
-`worker_groups` shards and moves batches. `data.packing` plans the microbatches of packed or similar-length sequences;
-`select_indices` applies the plan here. Invariant: every value has one entry per sample; an operation on rows treats all
-values alike.
+`worker_groups` shards and moves batches. `data.packing` plans the microbatches of packed or similar-length sequences.
+`select_indices` applies the plan here. Invariant: every value has one entry per sample, and an operation on rows treats
+all values alike.
 
 A batch that Ray delivered may be in shared memory that other processes read, so its tensors must be copied before they
 are changed. `select_indices`, `from_batches`, `repeat_interleave` and `clone` return copies.
@@ -35,12 +35,12 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
     ) -> Self:
         """Join batches along axis 0.
 
-        Lists are concatenated; tensors `[B, T, ...]` of different `T` are right-padded to the
-        longest. The result's keys are sorted.
+        Lists are concatenated. Tensors `[B, T, ...]` with different `T` are right-padded to the longest. The result's
+        keys are sorted.
 
         Args:
             batches: at least one batch; all have the keys of the first one.
-            pad_value_dict: padding value by key, 0 where absent.
+            pad_value_dict: padding value by key; 0 for keys that are absent.
 
         Raises:
             DataError: no batch, keys that differ, or values that cannot be joined.
@@ -57,7 +57,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
 
     @property
     def size(self) -> int:
-        """Number of samples `B`, read from the first value, or 0 if there is none."""
+        """Return the number of samples `B`, read from the first value, or 0 without values."""
         return len(next(iter(self.data.values()))) if self.data else 0
 
     def check_rows(self) -> int:
@@ -75,11 +75,11 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         return self.size
 
     def slice(self, start: int, end: int) -> "SlicedDataDict":
-        """Return rows `start` to `end` (exclusive), as in `list[start:end]`, with tensors as views."""
+        """Return the rows from `start` up to `end` (exclusive), as in `list[start:end]`, with tensors as views."""
         return self._each_as(SlicedDataDict, lambda value: value[start:end])
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """Return a new batch with the rows in the order of `indices` (repeats allowed) and with copied tensors.
+        """Return a new batch with the rows in the order of `indices` (repeats allowed). Tensors are copied.
 
         Raises:
             DataError: an index is outside of the batch.
@@ -116,7 +116,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         self.data = self.select_indices(inverse).data
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Repeat each row `num_repeats` times, with adjacent copies and deep copies of list items."""
+        """Repeat each row `num_repeats` times, with adjacent copies. Items of lists are deep-copied."""
 
         def repeat(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -129,7 +129,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         """Return the `rank`-th of `chunks` equal contiguous parts.
 
         Raises:
-            DataError: the rows do not divide, or there is no such part.
+            DataError: the rows do not divide, or the part does not exist.
         """
         rows = self.check_rows()
         if chunks < 1 or rows % chunks:
@@ -142,17 +142,17 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
     ) -> list["SlicedDataDict"]:
-        """Split every run of `batch_size` rows over the shards, and join the pieces of each shard.
+        """Split each run of `batch_size` rows over the shards, and join the pieces of each shard.
 
-        A shard's first `batch_size / shards` rows therefore belong to the first global batch, and so on.
+        The first `batch_size / shards` rows of a shard therefore belong to the first global batch, and so on.
 
         Example:
             rows `0 1 2 3 4 5 6 7`, 2 shards, batch_size 4 -> `0 1 4 5` and `2 3 6 7`.
 
         Args:
-            batch_size: rows of one global batch; None takes all rows as one.
-            allow_uneven_shards: let the first shards hold one row more when the rows do not divide
-                (shards may then be empty); only without `batch_size`.
+            batch_size: rows of one global batch; if None, all rows are one global batch.
+            allow_uneven_shards: if the rows do not divide, give the first shards one more row (shards may then be
+                empty); only without `batch_size`.
 
         Raises:
             DataError: the rows do not divide, or both options are given.
@@ -180,7 +180,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         ]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
-        """Return the `batch_idx`-th run of `batch_size` rows (None: all rows).
+        """Return the `batch_idx`-th run of `batch_size` rows. If `batch_size` is None, return all rows.
 
         Raises:
             DataError: the run reaches outside of the batch.
@@ -221,14 +221,14 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         return self
 
     def clone(self) -> Self:
-        """Return a batch whose tensors and list items are copies, safe to write into."""
+        """Return a batch with copies of tensors and list items, which can be changed."""
         return self._each_as(
             type(self),
             lambda value: value.clone() if torch.is_tensor(value) else copy.deepcopy(value),
         )
 
     def all_gather(self, group: dist.ProcessGroup) -> Self:
-        """Join the batches of all ranks of `group`, in rank order. Every rank must make this call."""
+        """Join the batches of all ranks of `group` in rank order. Every rank must make this call."""
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, self, group=group)
         return type(self).from_batches(parts)
@@ -250,7 +250,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
 
 
 class SlicedDataDict[DictT: Mapping[str, Any]](BatchedDataDict[DictT]):
-    """Some rows of a `BatchedDataDict`, whose tensors may be views of the whole."""
+    """Some rows of a `BatchedDataDict`. Tensors may be views of the whole batch."""
 
 
 def _rebuild[BatchT: BatchedDataDict](kind: type[BatchT], data: dict[Any, Any]) -> BatchT:

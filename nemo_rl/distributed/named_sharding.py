@@ -1,7 +1,7 @@
-"""Defines the position of each worker on the named parallel axes.
+"""Define the position of each worker on the named parallel axes.
 
-The position decides which worker receives which shard and whose answer counts. Invariant: a layout holds each worker id
-exactly once; axes are named, never numbered, outside this file.
+The position decides which worker receives which shard and whose answer counts. Invariant: a layout contains each worker
+id exactly once. Outside this file, axes have names and not numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ class NamedSharding:
 
     @cached_property
     def _positions(self) -> dict[int, int]:
-        """Position of each worker in the flattened layout, cached because every call of a group needs it."""
+        """Position of each worker in the flattened layout. It is cached because every call of a group needs it."""
         return {int(worker): position for position, worker in enumerate(self._layout.ravel())}
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
@@ -99,11 +99,11 @@ class NamedSharding:
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Sequence[str]) -> bool:
-        """Return whether the coordinates are 0 on each of `axes`, where an absent axis counts as 0."""
+        """Return whether the coordinates are 0 on each of `axes`. An absent axis counts as 0."""
         return all(coords.get(axis, 0) == 0 for axis in axes)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Return the sorted ids of the workers at the given positions, for any position on axes that are not named.
+        """Return the sorted ids of the workers at the given positions. Axes that are not named may have any position.
 
         Raises:
             ValueError: unknown axis or position outside of it.
@@ -111,7 +111,7 @@ class NamedSharding:
         return sorted(int(rank) for rank in np.ravel(self._layout[self._index(coords)]))
 
     def get_ranks(self, **coords: int) -> Union["NamedSharding", int]:
-        """Return the sub-layout at the given positions, or the worker id when every axis is fixed.
+        """Return the sub-layout at the given positions, or the worker id if all axes are given.
 
         Raises:
             ValueError: unknown axis or position outside of it.

@@ -1,4 +1,4 @@
-"""Chooses the interpreter for each kind of actor, and makes it available on every node before an actor starts.
+"""Choose the Python interpreter for each kind of actor, and make it available on every node before an actor starts.
 
 Invariant: unless the user configures otherwise, every actor runs on the driver's interpreter. If an environment cannot
 be made on some node, the run ends before its first step with an error that names the node.
@@ -24,7 +24,7 @@ from nemo_rl.utils.venvs.build import Uv, update_lock, with_absolute_paths
 logger = logging.getLogger(__name__)
 
 USE_SYSTEM_EXECUTABLE = os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM", "0") == "1"
-"""True: every actor runs on the driver's interpreter, regardless of configuration and registry."""
+"""Interpreters are ignored if this is True: every actor runs on the driver's interpreter."""
 
 ACTOR_ENVIRONMENT_REGISTRY: dict[str, str] = {
     "nemo_rl.models.policy.workers.rank.PolicyRank": PY_EXECUTABLES.SYSTEM,
@@ -32,7 +32,7 @@ ACTOR_ENVIRONMENT_REGISTRY: dict[str, str] = {
     "nemo_rl.environments.math_environment.MathEnvironment": PY_EXECUTABLES.SYSTEM,
     "nemo_rl.environments.math_environment.MathMultiRewardEnvironment": PY_EXECUTABLES.SYSTEM,
 }
-"""One of `PY_EXECUTABLES` or a similar text, by the dotted path of a class. Programs may add and change entries, but
+"""One of `PY_EXECUTABLES` or a similar text, by the dotted path of a class. Programs may add and change entries.
 `cluster.venvs` takes precedence."""
 
 _REPLY_S = 30.0
@@ -40,7 +40,7 @@ _rebuilt: set[str] = set()
 
 
 def get_actor_python_env(actor_class_fqn: str) -> str:
-    """Return the interpreter that is registered for a class, or the driver's interpreter for any other class."""
+    """Return the interpreter registered for a class. The default is the driver's interpreter."""
     if USE_SYSTEM_EXECUTABLE:
         return PY_EXECUTABLES.SYSTEM
     return ACTOR_ENVIRONMENT_REGISTRY.get(actor_class_fqn, PY_EXECUTABLES.SYSTEM)
@@ -49,12 +49,12 @@ def get_actor_python_env(actor_class_fqn: str) -> str:
 def make_actor_runtime_env(
     actor_class_fqn: str, venv: VenvConfig | None = None, name: str = "", timeout_s: float = 1800.0
 ) -> dict[str, Any]:
-    """Return Ray's `runtime_env` for actors of a class, after their environment exists on every node.
+    """Return Ray's `runtime_env` for actors of a class, after their environment has been made on every node.
 
     Args:
         actor_class_fqn: dotted path of the class.
-        venv: the class's entry in `cluster.venvs`; None reads the registry.
-        name: name of the environment; empty: the dotted path.
+        venv: the class's entry in `cluster.venvs`; if None, that of the registry.
+        name: name of the environment; if empty, the dotted path.
         timeout_s: time limit in seconds for making the environment.
 
     Raises:
@@ -88,7 +88,7 @@ def create_local_venv_on_each_node(
     force = is_set("NRL_FORCE_REBUILD_VENVS") and venv_name not in _rebuilt
     _rebuilt.add(venv_name)
     here, end = ray.get_runtime_context().get_node_id(), time.monotonic() + timeout_s
-    if wanted.extras is not None:  # once, here: nodes may share the checkout, and would all write the file
+    if wanted.extras is not None:  # once, because nodes may share the checkout
         update_lock(Uv(end, f"Making the environment {venv_name!r}"))
     # Forward only this uv variable: everyone can read a runtime environment, and other uv variables hold passwords.
     shared = {key: os.environ[key] for key in ("UV_OFFLINE",) if key in os.environ}
@@ -105,7 +105,7 @@ def create_local_venv_on_each_node(
 
 
 def _made_here(wanted: VenvConfig, name: str, force: bool, folder: str, timeout_s: float) -> tuple[str, str]:
-    """Return the path of the interpreter and "", or "" and the reason why there is none."""
+    """Return the path of the interpreter and "", or "" and the reason why it does not exist."""
     try:
         return create_local_venv(wanted, name, force, folder=Path(folder), timeout_s=timeout_s), ""
     except (VenvError, TimeoutError, OSError) as error:
@@ -122,7 +122,7 @@ def _answer(ref: Any, timeout_s: float) -> tuple[str, str]:
 
 
 def _agreed(name: str, answers: list[tuple[str, str, str]]) -> str:
-    """Return the interpreter path that all nodes share, from answers with a node's address, path and error."""
+    """Return the nodes' common interpreter path, from answers with a node's address, path and error."""
     failed = [f"node {address}: {reason}" for address, _, reason in answers if reason]
     if failed:
         raise VenvError(

@@ -1,8 +1,8 @@
-"""Makes torch tensors cheap to pickle, so that Ray moves them through shared memory without copies.
+"""Make torch tensors cheap to pickle, so that Ray moves them through shared memory without copies.
 
-`batched_data_dict` packs itself with this when it leaves a process; `worker_process` packs every result. Pickling a
-torch tensor copies its bytes; pickling a numpy view of the same memory passes the buffer itself to pickle protocol 5,
-which Ray stores out of band. Invariant: `pickle.loads(pickle.dumps(pack_tensors(x)))` equals `x` with every tensor on
+`batched_data_dict` packs itself with this when it leaves a process, and `worker_process` packs every result. Pickling a
+torch tensor copies its bytes. Pickling a numpy view of the same memory passes the buffer itself to pickle protocol 5,
+and Ray stores it out of band. Invariant: `pickle.loads(pickle.dumps(pack_tensors(x)))` equals `x` with every tensor on
 the CPU, contiguous and detached.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# Below this size a received tensor is copied. The copy may be modified, and it does not keep the
-# (possibly large) shared-memory object alive that it arrived in.
+# # Smaller received tensors are copied. The copy can be modified, and does not keep the possibly large shared-memory
+# object alive.
 COPY_BELOW_BYTES = 64 * 1024
 
 # numpy lacks some of torch's dtypes. Tensors of these dtypes are sent as integers of the same width.
@@ -36,10 +36,10 @@ _NATIVE_DTYPES = frozenset(
 
 
 class PackedTensor:
-    """A tensor prepared for pickle, which becomes a `torch.Tensor` again when it is unpickled.
+    """A tensor prepared for pickle. Unpickling it makes a `torch.Tensor`.
 
     Args:
-        tensor: any dense tensor; a copy is made only when it is not contiguous or not on the CPU.
+        tensor: any dense tensor; it is copied only if it is not contiguous or not on the CPU.
     """
 
     __slots__ = ("array", "dtype")
@@ -56,10 +56,10 @@ class PackedTensor:
 
 
 class _WritableAlias:
-    """Presents read-only memory to numpy as writable and keeps its owner alive.
+    """Present read-only memory to numpy as writable, and keep its owner alive.
 
-    `torch.from_numpy` warns about read-only arrays once in each process, and torch has no read-only
-    tensors. So `BatchedDataDict`'s contract, not the dtype system, forbids writing.
+    `torch.from_numpy` warns about read-only arrays once in each process, and torch has no read-only tensors. Only the
+    contract of `BatchedDataDict` forbids writing.
     """
 
     def __init__(self, array: np.ndarray) -> None:
@@ -83,15 +83,15 @@ def _restore_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 def pack_tensors(value: Any) -> Any:
     """Replace each tensor inside nested lists, tuples and dicts by a `PackedTensor`.
 
-    Containers are rebuilt; other objects are returned as they are. Sparse, quantized and distributed tensors, which
-    torch itself pickles, are returned as they are too. A list of objects whose class has `pack_list` is replaced by the
-    result of `pack_list`, because pickling thousands of objects one by one takes longer than pickling their columns.
+    Containers are rebuilt. Other objects are returned unchanged, and so are sparse, quantized and distributed tensors,
+    which torch pickles. A list of objects whose class has `pack_list` is replaced by the result of `pack_list`, because
+    pickling thousands of objects takes longer than pickling their columns.
 
     Args:
         value: anything picklable.
 
     Returns:
-        The same structure, ready to be pickled. Unpickling restores it; there is no inverse function.
+        The same structure, ready to be pickled. Unpickling restores it, so there is no inverse function.
     """
     if isinstance(value, torch.Tensor):
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)

@@ -1,7 +1,7 @@
-"""Starts or joins Ray, and reserves the places of worker processes.
+"""Start or join Ray, and reserve the places of worker processes.
 
-A run calls `init_ray` once and makes a `RayVirtualCluster` for each set of machines; `worker_groups` puts one worker
-into each reserved bundle. Invariant: a local Ray serves this run only, on loopback addresses; an existing cluster is
+A run calls `init_ray` once and makes a `RayVirtualCluster` for each set of machines. `worker_groups` starts one worker
+in each reserved bundle. Invariants: a local Ray serves only this run, on loopback addresses. An existing cluster is
 joined only if RAY_ADDRESS names it.
 """
 
@@ -42,18 +42,18 @@ __getattr__ = public_names(__name__, {"PY_EXECUTABLES": "nemo_rl.utils.venvs"})
 
 _RESERVE_TIMEOUT_S = 5.0
 _NOTICE_TIMEOUT_S = 90.0
-"""Seconds to notice a lost node; longer than Ray's health checks take by default."""
+"""Seconds after which a lost node is noticed. They exceed the duration of Ray's health checks."""
 _RESCHEDULE_TIMEOUT_S = 20.0
-"""Seconds from that moment until bundles are moved, which Ray does immediately if there is room."""
+"""Seconds after that within which bundles are moved. Ray moves them immediately if there is room."""
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Under `uv run` Ray would build the whole environment again for each worker, from the driver's
-    # command line. The workers use the driver's interpreter instead.
+    # # Under `uv run`, Ray would build the whole environment again for each worker, from the driver's command line.
+    # Workers use the driver's interpreter instead.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
-# A joined cluster was started with its own environment; these variables of the driver are sent to its workers. Everyone
-# on the cluster can read them. So no prefix here matches names that usually hold secrets, except those of the trackers
-# and the hub. Devices and threads (CUDA_VISIBLE_DEVICES, OMP_*) are chosen for each worker.
+# # A joined cluster has its own environment, so these variables of the driver are sent to its workers. Everyone on the
+# cluster can read them. Therefore no prefix here matches names that usually hold secrets, except those of trackers and
+# the hub. Devices and threads (CUDA_VISIBLE_DEVICES, OMP_*) are chosen for each worker.
 _FORWARDED_PREFIXES = (
     "HF_", "NRL_", "NEMO_RL_", "VLLM_", "TORCH", "PYTORCH_", "TOKENIZERS_", "TRANSFORMERS_", "SAFETENSORS_",
     "NCCL_", "GLOO_", "TENSORPIPE_", "UCX_", "FI_", "OFI_", "NVSHMEM_", "SHARP_", "GDRCOPY_",
@@ -65,7 +65,7 @@ _FORWARDED_PREFIXES = (
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the driver's variables that are sent to the workers of a joined cluster."""
+    """Return the driver's variables for the workers of a joined cluster."""
     return {name: value for name, value in environment.items() if name.startswith(_FORWARDED_PREFIXES)}
 
 
@@ -78,17 +78,17 @@ def init_ray(
     log_to_driver: bool = False,
     optimizations: Choice = "auto",
 ) -> None:
-    """Connect this process to Ray, or do nothing if it is connected already.
+    """Connect this process to Ray, unless it is already connected.
 
-    If RAY_ADDRESS is set (an address, or `auto` to find the cluster on this machine), join that cluster.
-    Otherwise start a local Ray under 127.0.0.1, which ends with this process.
+    If RAY_ADDRESS is set (an address, or `auto` to find the cluster on this machine), join that cluster. Otherwise
+    start a local Ray on 127.0.0.1, which ends with this process.
 
     Args:
         log_dir: folder for a link `ray_session` to Ray's session folder, which holds the workers' logs.
-        num_cpus: logical CPUs of a local cluster; None takes the machine's count.
-        env_vars: environment of all workers, on top of this process's own.
+        num_cpus: logical CPUs of a local cluster; if None, the CPUs of the machine.
+        env_vars: environment of all workers, in addition to that of this process.
         include_dashboard: start Ray's dashboard with a local cluster.
-        log_to_driver: repeat what workers write on this process's console.
+        log_to_driver: show the workers' output on this process's console.
         optimizations: value of `cluster.optimizations`, for a local cluster.
 
     Raises:
@@ -102,9 +102,9 @@ def init_ray(
         os.environ.setdefault(name, value)
     if not is_terminal(sys.stderr):
         _without_colours()
-    # Ray warns on every start that its token authentication is on, which is intended.
+    # # Ray warns at every start that its token authentication is on, which is intended.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    # Ray has read this variable on import, so set its copy too.
+    # # Ray reads this variable on import, so its stored value is changed too.
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = ray_constants.env_bool("RAY_ENABLE_UV_RUN_RUNTIME_ENV", False)
     address = cluster_address()
     context: Any
@@ -129,23 +129,22 @@ def init_ray(
 class RayVirtualCluster:
     """Reserved bundles of resources, one bundle per rank.
 
-    Bundles of one node entry are always on the same node; entries are on nodes in the order of their addresses
-    (`node_choice`). Places are reserved on first use.
+    Bundles of a node entry are always on the same node. Entries are on nodes in the order of their addresses
+    (`node_choice`). Places are reserved at the first use.
 
     Args:
         bundle_ct_per_node_list: number of bundles for each node entry.
         use_gpus: whether each bundle holds one GPU.
-        max_colocated_worker_groups: number of worker groups that share the bundles; each takes a fraction.
+        max_colocated_worker_groups: number of worker groups that share the bundles; each gets a fraction.
         num_gpus_per_node: GPUs of a node; a node entry may not request more.
         name: name shown in Ray's tools.
         placement_group_strategy: `STRICT_SPREAD` requires a separate node for each entry, `SPREAD` shares nodes only if
             there are too few, `PACK` uses as few as possible.
-        port_range_low: first port for a process group's store; None lets the operating system choose.
-        port_range_high: last such port.
-        cpus_per_bundle: logical CPUs of a bundle; None takes 1, or less if necessary to leave three
-            quarters of the node's CPUs to environments and other clusters. Ray only counts them; a
-            process may use more.
-        segment_size: consecutive node entries that must be in one NVLink domain; see `choose_nodes`.
+        port_range_low: first port for a process group's store; if None, the operating system chooses.
+        port_range_high: last port for it.
+        cpus_per_bundle: logical CPUs of a bundle; if None, 1, or less to leave three quarters of the node's CPUs to
+            environments and other clusters. Ray only counts them. A process may use more.
+        segment_size: consecutive node entries that must be in one NVLink domain (`choose_nodes`).
         apart_from: clusters whose nodes this cluster does not use.
 
     Raises:
@@ -191,7 +190,7 @@ class RayVirtualCluster:
         self._apart_from = tuple(apart_from)
         self._placement_groups: list[PlacementGroup] | None = None
         self.compare_new_nodes: Callable[[], None] | None = None
-        """Set by `node_checks`; called after Ray has moved bundles to other nodes."""
+        """Function that is called after Ray has moved bundles to other nodes. `node_checks` sets it."""
         # Two threads may start colocated groups at the same time.
         self._reserving = threading.Lock()
 
@@ -209,11 +208,11 @@ class RayVirtualCluster:
         return len(self._bundle_counts)
 
     def cpus_per_bundle(self) -> float:
-        """Return the logical CPUs of each bundle, which are final once places are reserved."""
+        """Return the logical CPUs of each bundle. They are final when places are reserved."""
         return self._cpus_of(living_nodes()) if self._cpus_per_bundle is None else self._cpus_per_bundle
 
     def _cpus_of(self, nodes: Sequence[NodeRoom]) -> float:
-        """Return the CPUs per bundle with which the bundles fit on every node used, if they take the largest nodes."""
+        """Return the CPUs per bundle with which the bundles fit on the largest nodes."""
         if self._cpus_per_bundle is not None:
             return self._cpus_per_bundle
         cpus = sorted((node.total.get("CPU", 0.0) for node in nodes), reverse=True) or [0.0]
@@ -221,13 +220,13 @@ class RayVirtualCluster:
         return min(1.0, int(share * 1000) / 1000)
 
     def resources_per_worker(self) -> dict[str, float]:
-        """Return one worker's share of its bundle, as Ray actor options."""
+        """Return a worker's share of its bundle, as Ray actor options."""
         groups = self.max_colocated_worker_groups
         cpus = int(self.cpus_per_bundle() / groups * 1000) / 1000
         return {"num_cpus": cpus, "num_gpus": 1 / groups if self.use_gpus else 0}
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """Return one placement group for each node entry, reserved on the first call.
+        """Return one placement group per node entry. The first call reserves them.
 
         A shortage is logged immediately. Then reserving is tried again NRL_VIRTUAL_CLUSTER_MAX_RETRIES times (default
         6), after 1, 2, 4 ... seconds, because nodes may still be joining and earlier workers may still be ending.
@@ -245,7 +244,7 @@ class RayVirtualCluster:
         return _nodes_of(self.get_placement_groups())
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
-        """Return the address of a bundle's node and a port that is free there now, and that others may take later.
+        """Return the address of a bundle's node, and a port that is free now and may be taken later.
 
         A `RayWorkerGroup` does not use this: its rank 0 holds the port of the group's store (`rendezvous`).
 
@@ -261,11 +260,11 @@ class RayVirtualCluster:
         return ray.get(probe.options(scheduling_strategy=where).remote(*self.port_range), timeout=60.0)
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Return the address of rank 0's node and a new port at each call that is free there now."""
+        """Return the address of rank 0's node, and a port that is free now. Each call returns a new port."""
         return self.get_available_address_and_port(0, 0)
 
     def shutdown(self) -> bool:
-        """Release the reserved places, in which Ray then kills the workers.
+        """Release the reserved places. Ray then kills the workers in them.
 
         Returns:
             Whether any places were reserved.
@@ -282,7 +281,7 @@ class RayVirtualCluster:
 
         Raises:
             ResourceInsufficientError: no other node has room for them.
-            ConfigError, DeadlineExceededError: the new node lacks something; see `node_checks.check_nodes`.
+            ConfigError, DeadlineExceededError: the new node lacks something (`node_checks.check_nodes`).
         """
         groups = self.get_placement_groups()
         end = time.monotonic() + _NOTICE_TIMEOUT_S
@@ -290,7 +289,7 @@ class RayVirtualCluster:
             while True:
                 table = placement_group_table(group)
                 is_placed = table["state"] == "CREATED"
-                # Ray would start a worker on the lost node until its health checks have failed.
+                # # Until its health checks have failed, Ray would start a worker on the lost node.
                 if is_placed and not lost_nodes(table["bundles_to_node_id"].values()):
                     break
                 now = time.monotonic()
@@ -325,13 +324,13 @@ class RayVirtualCluster:
         return {kind: amount for kind, amount in bundle.items() if amount > 0} or {"CPU": 0.001}
 
     def _avoided(self) -> set[str]:
-        """Return the ids of the nodes that other clusters use and this one must not."""
+        """Return the ids of nodes that other clusters use and this cluster must not use."""
         return {node for other in self._apart_from for node in other.node_ids()}
 
     def _try_reserve(self, nodes: Sequence[str], bundle: dict[str, float]) -> list[PlacementGroup] | None:
         unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         groups = [
-            # The node is only a soft target, so that Ray may move the bundles if the node is lost later.
+            # # The node is only a soft target, so that Ray may move the bundles after a loss of the node.
             placement_group([bundle] * count, "STRICT_PACK", f"{unique}-{entry}", _soft_target_node_id=node)
             for entry, (count, node) in enumerate(zip(self._bundle_counts, nodes, strict=True))
         ]
@@ -369,7 +368,7 @@ def _address_and_free_port(low: int | None, high: int | None) -> tuple[str, int]
 
 
 def _without_colours() -> None:
-    """Remove colours from the lines that Ray prints for its daemons and workers, because they go into a file."""
+    """Remove colours from the lines that Ray prints for daemons and workers, because they are written to a file."""
     colorama = ray._private.worker.colorama  # bundled with Ray
     for codes in (colorama.Fore, colorama.Style):
         for name in vars(codes):

@@ -1,4 +1,4 @@
-"""Groups of worker processes: one Ray actor for each rank, called together.
+"""Manage groups of worker processes, with one Ray actor per rank. All actors are called together.
 
 `models.policy` and `models.generation` own the groups; `worker_process` runs inside each actor.
 
@@ -7,8 +7,8 @@
                 ^  `- run_all_workers_*: returns immediately with a MultiWorkerFuture
         `--- get_all_worker_results: waits with a deadline (`worker_results.gather`)
 
-Invariant: every wait has a deadline, a worker's death is reported with its last log lines, and after `shutdown` no
-worker process is left.
+Invariants: every wait has a deadline. A worker's death is reported with its last log lines. After `shutdown`, no worker
+process is left.
 """
 
 import logging
@@ -48,31 +48,30 @@ __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 logger = logging.getLogger(__name__)
 
 _irreplaceable: "weakref.WeakSet[RayWorkerGroup]" = weakref.WeakSet()
-"""Groups whose workers are replaced together or not at all."""
+"""Groups whose workers are replaced all together or not at all."""
 
 
 class RayWorkerGroup:
     """Workers on the bundles of a cluster, numbered node by node.
 
-    Each worker process finds RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment. If its group has
-    several workers it also finds MASTER_ADDR and MASTER_PORT: a port that the process of the first worker holds for
+    Each worker process finds RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment. If its group has several
+    workers, it also finds MASTER_ADDR and MASTER_PORT, a port that the first worker's process holds for
     `process_group.open_store`. All processes start at the same time.
 
     Args:
         cluster: bundles in which the workers run.
         remote_worker_builder: recipe for each worker.
-        workers_per_node: workers on each node entry (one number, or one for each entry); None puts
-            one on every bundle.
-        name_prefix: actors are named `<prefix>-<node>-<local rank>`; empty takes the class name.
+        workers_per_node: workers on each node entry (one number, or one for each entry); if None, one on every bundle.
+        name_prefix: actors are named `<prefix>-<node>-<local rank>`; if empty, the class name.
         bundle_indices_list: instead of `workers_per_node`, pairs (node entry, bundle indices); one
             worker runs in each bundle listed.
-        sharding_annotations: parallel axes of the workers; None is one `data_parallel` axis.
+        sharding_annotations: parallel axes of the workers; if None, one axis `data_parallel`.
         env_vars: further environment, set before the process imports anything.
-        setup_timeout_s: seconds for processes and worker objects to be ready.
-        call_timeout_s: seconds a call may take unless `get_all_worker_results` gets another limit.
+        setup_timeout_s: seconds within which processes and worker objects must be ready.
+        call_timeout_s: time limit of a call in seconds, unless `get_all_worker_results` gets another limit.
         ranks_per_unit: number of consecutive workers that depend on each other, such as the ranks of one engine. If one
-            dies, workers outside its block continue. None: all workers depend on each other; if one dies or misses a
-            deadline all are killed, because they would wait for it. `restart_all` replaces them.
+            dies, workers outside its block continue. If None, all workers depend on each other: if one dies or misses a
+            deadline, all are killed, because they would wait for it. `restart_all` replaces them.
 
     Raises:
         ResourceInsufficientError: the cluster lacks the resources.
@@ -111,7 +110,7 @@ class RayWorkerGroup:
             )
         self._slots: list[WorkerSlot] = []
         self.start_phases: list[WorkerPhase] = []
-        """How long the parts of the first start took, with the slowest worker of each."""
+        """Seconds of each phase of the first start, with the slowest worker of each."""
         self._cause_of_death: str | None = None
         self._awaits_restart = False
         if not self._may_restart:
@@ -149,9 +148,9 @@ class RayWorkerGroup:
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
     ) -> ray.ObjectRef:
-        """Call a method of one worker and return Ray's reference.
+        """Call a method of one worker, and return Ray's reference.
 
-        `await` it or wait with `get_worker_result`, and pass errors from it to `explain_failure`.
+        Await the reference or wait with `get_worker_result`, and pass its errors to `explain_failure`.
         """
         self._refuse_when_dead()
         return self._call(worker_idx, method_name, pack_tensors(args), pack_tensors(kwargs))
@@ -167,10 +166,10 @@ class RayWorkerGroup:
         """Call a method with the same arguments on all workers.
 
         Args:
-            *args: positional arguments; each is stored once for all workers.
+            *args: positional arguments, each of which is stored once for all workers.
             run_rank_0_only_axes: call only workers at position 0 of these axes.
             workers: call only these workers.
-            **kwargs: keyword arguments; each is stored once too.
+            **kwargs: keyword arguments, each of which is stored once too.
         """
         self._refuse_when_dead()
         at_zero = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
@@ -227,9 +226,9 @@ class RayWorkerGroup:
 
         Args:
             in_sharded_axes: axes over which the values are sharded, outermost first.
-            replicate_on_axes: axes along which all workers get the same shard. On axes in neither
-                list only workers at position 0 are called.
-            output_is_replicated: axes along which answers are equal; only position 0 is returned.
+            replicate_on_axes: axes along which all workers get the same shard. On all other axes, only workers at
+                position 0 are called.
+            output_is_replicated: axes along which answers are equal, so that only position 0 is returned.
             make_dummy_calls_to_free_axes: call the remaining workers too, with None as data.
             return_from_workers: workers whose answers are returned, if not those at position 0.
             common_kwargs: arguments that all workers get unchanged.
@@ -278,15 +277,15 @@ class RayWorkerGroup:
 
         Args:
             future_bundle: result of a `run_all_workers_*` method.
-            timeout_s: seconds from now; None takes the group's `call_timeout_s`.
+            timeout_s: seconds from now; if None, the group's `call_timeout_s`.
             phase: name of the call for errors.
 
         Returns:
             The selected answers in worker order.
 
         Raises:
-            DeadlineExceededError: with the stacks of all workers.
-            WorkerDiedError: with the last log lines of the worker.
+            DeadlineExceededError: a worker did not answer in time. The message contains the stacks of all workers.
+            WorkerDiedError: a worker ended. The message contains its last log lines.
             Exception: an error that a worker raised; its cause is the remote traceback.
         """
         calls = self.pending_calls(future_bundle)
@@ -303,7 +302,7 @@ class RayWorkerGroup:
         return self._slots[worker_idx]
 
     def pending_calls(self, future_bundle: MultiWorkerFuture) -> list[PendingCall]:
-        """Return a bundle's calls with their workers, so that the caller can wait for several groups together."""
+        """Return the calls of a bundle with their workers, so that the caller can wait for several groups together."""
         called = future_bundle.called_workers
         if called is None:
             called = list(range(len(future_bundle.futures)))
@@ -320,23 +319,23 @@ class RayWorkerGroup:
         return explain_failure(error, self._slots[worker_idx], phase)
 
     def activity(self, worker_idxs: Sequence[int]) -> list[tuple[str, float]]:
-        """Return the state and CPU seconds of some workers' processes (see `worker_logs.activity_of`)."""
+        """Return the state and CPU seconds of some workers' processes (`worker_logs.activity_of`)."""
         known = [slot.identity for slot in (self._slots[idx] for idx in worker_idxs) if slot.identity]
         return activity_of(known)
 
     def stacks(self, worker_idxs: Sequence[int]) -> str:
-        """Return the stacks of all threads of some workers, if they react."""
+        """Return the stacks of all threads of some workers, if they respond."""
         return stacks_of([slot.identity for slot in (self._slots[idx] for idx in worker_idxs) if slot.identity])
 
     def meeting_point(self, rank: int) -> tuple[str, int]:
-        """Return the address of a rank and a port that its process holds for one `process_group.open_store`."""
+        """Return the address of a rank, and a port that its process holds for one `process_group.open_store`."""
         return self.get_worker_result(self._hold_port(self._slots[rank]), rank, phase="choosing a port")
 
     def _hold_port(self, slot: WorkerSlot) -> ray.ObjectRef:
         return slot.handle.hold_port.remote(*self.cluster.port_range)
 
     def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float = 900.0) -> None:
-        """Replace the processes and worker objects of whole blocks of `ranks_per_unit` workers, all at the same time.
+        """Replace the processes and worker objects of whole blocks of `ranks_per_unit` workers at the same time.
 
         For groups with `ranks_per_unit`. Running old processes are killed, and all new ones if one of them fails.
 
@@ -369,9 +368,9 @@ class RayWorkerGroup:
         kill_workers([self._slots[idx] for idx in worker_idxs])
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return in one line why `restart_all` is necessary, or None if it is not.
+        """Return a one-line reason why `restart_all` is necessary, or None.
 
-        If a worker is lost, all are killed, and their lost nodes do not keep other groups from being restarted.
+        If a worker is lost, all workers are killed, so that their lost nodes do not prevent restarts of other groups.
         Arguments and errors are those of `workers.lifetime.find_loss`.
         """
         if self._cause_of_death is None and (loss := find_loss(self._slots, silence_is_loss=silence_is_loss)):
@@ -385,7 +384,7 @@ class RayWorkerGroup:
         kill_workers(self._slots)
 
     def restart_all(self, timeout_s: float) -> None:
-        """Replace the processes and worker objects of all workers in their bundles, also after the group has ended.
+        """Replace the processes and worker objects of all workers in their bundles, even after the group has ended.
 
         Raises:
             Exception: as in the constructor, and after the loss of a node as in `restart_workers`.
@@ -405,7 +404,7 @@ class RayWorkerGroup:
             raise
 
     def _create_slot_again(self, rank: int, end: float) -> WorkerSlot:
-        """Call `_create_slot` until Ray has freed the dead actor's name, which takes a moment."""
+        """Call `_create_slot` repeatedly until Ray has freed the dead actor's name, which takes a moment."""
         while True:
             self._refuse_when_dead()
             try:
@@ -416,11 +415,11 @@ class RayWorkerGroup:
                 time.sleep(0.1)
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
-        """End all worker processes, also in repeated calls.
+        """End all worker processes. Repeated calls are allowed.
 
         Args:
             cleanup_method: method that each worker runs first.
-            timeout: seconds for that method; None is `call_timeout_s`.
+            timeout: seconds for that method; if None, `call_timeout_s`.
             force: skip the method.
 
         Returns:
@@ -428,7 +427,7 @@ class RayWorkerGroup:
         """
         clean = True
         if cleanup_method and not force and self._slots and self._cause_of_death is None:
-            with Boundary(Exception) as caught:  # the processes must end even if cleanup fails
+            with Boundary(Exception) as caught:  # processes must end even if cleanup fails
                 future = self.run_all_workers_single_data(cleanup_method)
                 self.get_all_worker_results(future, timeout, "cleanup")
             if caught:
@@ -458,7 +457,7 @@ class RayWorkerGroup:
     def _settle(
         self, slots: list[WorkerSlot], indices: Sequence[int], timeout_s: float, began: float = 0.0
     ) -> list[WorkerPhase]:
-        """Wait until processes run and have built their worker objects, and return the phases (see `await_start`)."""
+        """Wait until processes run and have built their worker objects. Return the phases (`await_start`)."""
         end, size = time.monotonic() + timeout_s, self._ranks_per_unit
         reports = [slots[idx].handle.report_identity.remote() for idx in indices]
         firsts = {idx // size * size for idx in indices} if size > 1 or not self._may_restart else set()

@@ -39,10 +39,10 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     answers: list[str | None] | None = None
     """B extracted answers, each None if none was found, or None in place of the list if no answers are extracted."""
     errors: list[str | None] | None = None
-    """B reasons why the sample's reward could not be computed, each None if it was computed, or None if all were. The
-    reward of a sample with a reason is ignored, and the sample does not train the model."""
+    """B reasons why a sample's reward could not be computed, each None if it was computed. None if all were computed.
+    The reward of a sample with a reason is ignored, and the sample does not train the model."""
     invalid_tool_calls: list[bool] | None = None
-    """B values: True if the last turn has a tool call that cannot be made (see `grpo.invalid_tool_call_advantage`).
+    """B values: True if the last turn has a tool call that cannot be made (`grpo.invalid_tool_call_advantage`).
     None if no turn has such a call."""
 
 
@@ -58,7 +58,7 @@ class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
     error: str | None = None
     """Reason why the episode could not be opened, or None. A sample with a reason is not played and does not train."""
     aborted: bool = False
-    """With an error: True if the environment missed its deadline or died, and False if it raised."""
+    """With an error: whether the environment missed its deadline or died (True), or raised (False)."""
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
@@ -72,21 +72,21 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     """
 
     max_concurrent_steps: ClassVar[int] = 1
-    """Number of calls of `step` that may run at the same time. With 1, calls run one after another on the main thread
-    of their process. With more, `step` must be thread-safe. If `step` is a coroutine function, 1 stands for 1000."""
+    """Number of calls of `step` that may run at the same time. If 1, calls run one after another on the main thread of
+    their process. If more, `step` must be thread-safe. If `step` is a coroutine function, 1 means 1000."""
     steps_samples_alone: ClassVar[bool | None] = None
     """Whether each sample gets its own call of `step` (B is 1), so that a slow sample delays no other. At most
     `max_concurrent_steps` of these calls run at the same time. If False, samples whose turns end at the same moment
-    share one call, and get their results when the slowest of them is finished. None stands for True if `step` is a
-    coroutine function, and otherwise for False."""
+    share one call, and get their results when the slowest of them is finished. If None, the value is True for a
+    coroutine function `step`, and False otherwise."""
     gives_answers: ClassVar[bool] = False
     """Whether `step` has the keyword argument `return_extracted_answer`."""
     reads_token_ids: ClassVar[bool] = False
     """Whether the messages that `step` gets also have their `token_ids`, [t] int64. If False, messages have only `role`
     and `content`, a text without special tokens."""
     config_class: ClassVar[type | None] = None
-    """Dataclass or pydantic model that the environment's section has to fit, which is checked before Ray starts. None
-    checks nothing. The constructor gets the section as a dict in both cases."""
+    """Dataclass or pydantic model that the environment's section has to fit, which is checked before Ray starts. If
+    None, nothing is checked. The constructor gets the section as a dict in both cases."""
     post_processes_groups: ClassVar[bool] = False
     """Whether `global_post_process_and_metrics` is called for the samples of each prompt as soon as they are finished.
     If False, it is called once for all samples of a collection."""
@@ -96,11 +96,11 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     prompt is one message with the rendered text."""
     continues_episodes: ClassVar[bool | None] = None
     """Whether an episode can continue in another process, from its messages and `metadata` alone. A run that resumes
-    from a checkpoint then continues its unfinished samples. If False, these samples start again from their prompts.
-    None stands for True, unless the class overrides `close_episode`, which releases what a process holds."""
+    from a checkpoint then continues its unfinished samples. If False, these samples start again from their prompts. If
+    None, the value is True unless the class overrides `close_episode`, which releases resources of a process."""
     pooled: ClassVar[bool] = False
-    """Whether the environment may run in several actors, as many as `num_workers` in its section says (default 1); all
-    calls for an episode go to the same one. If False, it has one, and the library ignores `num_workers`."""
+    """Whether the environment may run in several actors, `num_workers` of its section (default 1); all calls for an
+    episode go to the same actor. If False, it runs in one actor, and the library ignores `num_workers`."""
     calls_own_code: ClassVar[bool] = False
     """Whether a class of the library calls functions of the user, which are tried out before engines start."""
     runs_agents: ClassVar[bool] = False
@@ -203,7 +203,7 @@ class StepResult:
     reward: float | dict[str, float] | None
     """The reward, or a reward for each named component; None if it could not be computed."""
     terminated: bool
-    """Whether the episode is over. It always is after an error."""
+    """Whether the episode is over. After an error it always is."""
     next_stop_strings: list[str] | None = None
     """Stop strings for the next turn only, which replace those of the prompt; None keeps those of the prompt."""
     answer: str | None = None
@@ -213,7 +213,7 @@ class StepResult:
     invalid_tool_call: bool = False
     """Whether the turn has a tool call that cannot be made."""
     aborted: bool = False
-    """With an error: True if the environment hung or died, and False if it raised."""
+    """With an error: whether the environment hung or died (True), or raised (False)."""
 
     @classmethod
     def failed(cls, error: str, metadata: Any = None, *, aborted: bool = False) -> "StepResult":
@@ -226,7 +226,7 @@ def split_return(outcome: EnvironmentReturn[Any], num_samples: int, name: str) -
     """Turn the outcome that an environment returned for a batch into one result for each sample.
 
     Raises:
-        TypeError: The outcome is no `EnvironmentReturn`.
+        TypeError: The outcome is not an `EnvironmentReturn`.
         ValueError: A field does not have one item for each sample.
     """
     if not isinstance(outcome, EnvironmentReturn):
@@ -268,7 +268,7 @@ def check_message(message: Any, place: str) -> None:
     """Check that an environment returned a message.
 
     Raises:
-        ValueError: `message` is no dict with a text `role` and a `content`.
+        ValueError: `message` is not a dict with a text `role` and a `content`.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
         raise ValueError(f"{place} has {message!r:.200}, which is no dict with `role` and `content`")

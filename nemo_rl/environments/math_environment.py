@@ -32,9 +32,9 @@ class MathEnvironmentMetadata(TypedDict):
     """Metadata of a math sample."""
 
     ground_truth: str
-    """The correct answer, without box or dollar signs; a letter for multiple choice."""
+    """Correct answer, without box or dollar signs; a letter for multiple choice."""
     extracted_answer: NotRequired[str | None]
-    """The text that the verifier took as the model's answer; set by grading."""
+    """Text that grading took as the model's answer."""
 
 
 class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
@@ -109,7 +109,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         `reward_shaping.stop_properly_penalty_coef` of the algorithm sets the reward of answers that were cut off.
 
         Args:
-            batch: see `EnvironmentInterface.global_post_process_and_metrics`; `text` may also be [B, S] token ids.
+            batch: as in `EnvironmentInterface.global_post_process_and_metrics`; `text` may also be [B, S] token ids.
         """
         rewards, is_end = batch["rewards"].float(), batch["is_end"].float()
         correct = rewards if rewards.ndim == 1 else rewards[:, 0]

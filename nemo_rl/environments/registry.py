@@ -110,7 +110,7 @@ def check_environment(
     """Check an environment and its section as far as that is possible without starting it.
 
     Args:
-        env_name: See `env_class_path`.
+        env_name: Name as in `env_class_path`.
         tokenizer: Tokenizer of the policy, or None in checks that read neither tokenizers nor data.
         construct: Whether to let the class check what its constructor needs; False if another Python has its packages.
         name_key: Key that has the name, for messages. If it is empty, the name is a part of `place`.
@@ -146,7 +146,7 @@ def create_env(
     """Start the environment that a name stands for in its own actor, without waiting until it is ready.
 
     Args:
-        env_name: See `env_class_path`.
+        env_name: Name as in `env_class_path`.
         env_config: Its section of the configuration; the class is constructed with it as a dict.
         step_timeout_s: Deadline of one step if the section has none (`cluster.timeouts.environment_s`).
         max_restarts: Largest number of restarts of the actor (`cluster.max_actor_restarts`).

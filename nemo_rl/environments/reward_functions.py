@@ -4,7 +4,7 @@
     answers, rows ─► function ─► numbers       a function whose first parameter is named `answers`
 
 A function may be a coroutine function. `row` has the columns of the data set's row. Invariant: a function that raises
-or returns no finite number gives its samples an error that names the reward, never a reward of 0.
+or does not return a finite number gives its samples an error that names the reward, never a reward of 0.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _FORMS = (
 _PLACE = "env.reward"
 
 type Outcome = tuple[float, str | None]
-"""A reward and None, or a value without meaning and the reason why there is no reward."""
+"""Reward and None, or an unused value and the reason why there is no reward."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class NamedReward:
         """Check that the function can be called with an answer and a row, or with an answer alone.
 
         Raises:
-            ConfigError: `function` is no function, or has other parameters.
+            ConfigError: `function` is not a function, or has other parameters.
         """
         if not callable(self.function):
             raise ConfigError(f"the reward {self.name!r} is {self.function!r:.100}, which is no function. {_FORMS}.")
@@ -116,7 +116,7 @@ class NamedReward:
     def _signature(self) -> inspect.Signature | None:
         try:
             return inspect.signature(self.function)
-        except (TypeError, ValueError):  # it is written in C
+        except (TypeError, ValueError):  # functions written in C may have no signature
             return None
 
 

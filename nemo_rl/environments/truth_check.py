@@ -56,7 +56,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class TruthGrader:
-    """Grades known answers as an environment does."""
+    """Grade known answers as an environment does."""
 
     env_name: str
     verifier: str
@@ -94,7 +94,7 @@ class TruthGrader:
 
 
 def truth_grader(env_name: str, section: Mapping[str, Any] | BaseModel) -> TruthGrader | None:
-    """Return the grader of an environment, or None if it is no math environment of this library."""
+    """Return the grader of an environment, or None if it is not a math environment of this library."""
     env_class, _ = load_env_class(env_class_path(env_name, section))
     if env_class not in (MathEnvironment, MathMultiRewardEnvironment):
         return None
@@ -167,7 +167,7 @@ def _judge(grader: TruthGrader, truths: Sequence[Truth]) -> None:
 
 
 def _reason(grade: Grade) -> str:
-    """Return why a known answer is not right, or an empty text if it is right."""
+    """Return why a known answer is not right, or an empty text if the answer is right."""
     if grade.verified is None:
         return str(grade.error)
     reward = grade.verified.reward

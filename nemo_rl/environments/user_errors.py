@@ -32,7 +32,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class CodeLine:
-    """A line of code that an error has passed."""
+    """Line of code that an error passed through."""
 
     file: str
     number: int
@@ -44,7 +44,7 @@ class CodeLine:
 
     @property
     def is_users(self) -> bool:
-        """True if the line is neither of this library, nor of an installed package, nor of Python."""
+        """Whether the line belongs to the user's code: not to this library, an installed package or Python."""
         path = Path(self.file)
         if self.file.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
             return False
@@ -98,7 +98,7 @@ def _first_lines(error: BaseException) -> str:
 
 
 def _whole_text_of(error: BaseException) -> str:
-    """Return the text of an error. The class of the error may be the user's own and raise when asked for its text."""
+    """Return the text of an error. The class of the error may be the user's own, whose `__str__` may raise."""
     notes = {row for note in getattr(error, "__notes__", []) for row in str(note).splitlines()}
     rows = "".join(traceback.format_exception_only(error)).splitlines()
     return "\n".join(row for row in rows if row not in notes).partition(": ")[2]

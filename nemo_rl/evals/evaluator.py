@@ -1,9 +1,9 @@
-"""Sample answers to all prompts, grade them and report.
+"""Sample answers to all prompts, grade them and compute a report.
 
-This module has the loop of an evaluation, and starts and ends its processes. These are one environment and, unless
-another server has the model (`models`), engines that load the model's weights. Invariant: an evaluation uses the same
-rollouts, environments and engines as training. Prompts with stored answers are not sampled again, and a finished
-evaluation starts no processes.
+This module runs the loop of an evaluation, and starts and ends its processes: one environment and, unless another
+server has the model (`models`), engines with the model's weights. Invariant: an evaluation uses the same rollouts,
+environments and engines as training. Prompts with stored answers are not sampled again, and a finished evaluation
+starts no processes.
 """
 
 import logging
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples and grades answers of the model."""
+    """Sample answers of the model, and grade them."""
 
     runner: RolloutRunner
     sampling: SamplingParams
@@ -67,20 +67,20 @@ class Sampler:
 
 @dataclass(frozen=True)
 class EvalGeneration:
-    """The model under evaluation. Its engines, if it has any, run only while prompts are sampled."""
+    """Model under evaluation. Its engines, if it has any, run only while prompts are sampled."""
 
     config: EvalMasterConfig
-    """A checked configuration."""
+    """Checked configuration."""
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer that renders prompts and decodes answers."""
 
     def shutdown(self) -> bool:
-        """Do nothing, because no process is left."""
+        """Do nothing, because no process is running."""
         return True
 
 
 class Evaluation(NamedTuple):
-    """Result of `setup`, which contains everything that is decided before an evaluation starts a process."""
+    """Result of `setup`, which contains everything that is determined before an evaluation starts a process."""
 
     generation: EvalGeneration
     dataloader: EvaluationPrompts
@@ -98,7 +98,7 @@ def setup(
     Args:
         master_config: the configuration as an object, or as a dict, which is checked in the same way as a file.
         tokenizer: tokenizer of the model. With an endpoint, it only encodes the stored conversations.
-        dataset: prompts (see `data.datasets.user_data.given_data`).
+        dataset: prompts (as in `data.datasets.user_data.given_data`).
         env: environment that grades in place of the configured one. The caller must pass it to `run_env_eval` too.
 
     Raises:
@@ -127,7 +127,7 @@ def setup(
 
 
 def check_known_answers(config: EvalMasterConfig, prompts: EvaluationPrompts) -> None:
-    """Check that the verifier accepts the known answers (see `environments.truth_check`).
+    """Check that the verifier accepts the known answers (with `environments.truth_check`).
 
     Raises:
         DataError: no known answer gets a reward.
@@ -139,7 +139,7 @@ def check_known_answers(config: EvalMasterConfig, prompts: EvaluationPrompts) ->
 
 
 def evaluate(config: EvalMasterConfig) -> EvalReport:
-    """Run the evaluation that a configuration describes (see `setup` and `run_env_eval`)."""
+    """Run the evaluation that a configuration describes, by `setup` and `run_env_eval`."""
     return run_env_eval(*setup(config)[:2])
 
 
@@ -154,7 +154,7 @@ def run_env_eval(
     Args:
         vllm_generation: first result of `setup`.
         dataloader: second result of `setup`.
-        env: environment that grades (see `environments.user_environments.environment_of`), or None for `data.env_name`.
+        env: environment that grades (`environments.user_environments.environment_of`), or None for `data.env_name`.
         master_config: third result of `setup`, or None to take it from `vllm_generation`.
 
     Returns:
@@ -191,16 +191,16 @@ def ask_all(
     sampler: Sampler,
     signals: DeferredSignals | None = None,
 ) -> None:
-    """Sample answers to the prompts that have none yet, batch by batch.
+    """Sample answers to the prompts without answers, batch by batch.
 
     Args:
         store: store of the answers so far, to which new answers are added.
-        sampler: samples and grades.
+        sampler: sampler of answers, which also grades them.
         signals: signals that end the loop after a batch, or None to ignore signals.
 
     Raises:
         RunInterruptedError: a signal was received and prompts remain.
-        EndpointUnusableError: see `models.answers_come`.
+        EndpointUnusableError: as in `models.answers_come`.
     """
     wanted = config.eval
     size = config.generation.num_prompts_per_step

@@ -27,7 +27,7 @@ from nemo_rl.models.generation.remote.model import ChatModel
 from nemo_rl.utils.errors import EndpointUnusableError
 
 _UNBOUNDED = 2**40
-"""Limit of a conversation's tokens if only the server knows the model's context. It is never reached."""
+"""Limit of a conversation's tokens if only the server knows the model's context. No conversation reaches it."""
 
 
 def tokenizer_of(config: EvalMasterConfig) -> TokenizerType:
@@ -103,7 +103,7 @@ def start_model(config: EvalMasterConfig, tokenizer: TokenizerType, resources: E
 
 @contextmanager
 def answers_come(model: ChatModel | None, *, is_first: bool) -> Iterator[None]:
-    """Raise an error for a batch without any answer. Its results would be stored, but say nothing about the model.
+    """Raise an error for a batch without any answer. Its results would be stored as wrong answers of the model.
 
     Args:
         model: client of the endpoint, or None if engines have the model. Engines that fail end the run themselves.

@@ -273,17 +273,17 @@ class EvaluationPrompts(Protocol):
 
     @property
     def data_sets(self) -> list[RowsWithPlace]:
-        """The data sets from which the prompts come, without duplicates."""
+        """Data sets from which the prompts come, without duplicates."""
 
     def topic(self, index: int) -> str | None:
-        """Return the topic of a prompt, or None if the data set has none."""
+        """Return the topic of a prompt, or None if the data set has no topics."""
 
 
 class GivenPrompts:
     """Prompts of a user-supplied data set.
 
     Args:
-        dataset: see `data.datasets.user_data.given_data`. Rows without `task_name` are graded by `data.env_name`.
+        dataset: as in `data.datasets.user_data.given_data`. Rows without `task_name` are graded by `data.env_name`.
 
     Raises:
         DataError: too many of the first rows are unusable.
@@ -297,14 +297,14 @@ class GivenPrompts:
         return len(self._rows)
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
-        """See `EvaluationPrompts`."""
+        """Collate the prompts from `start` up to `stop`."""
         unnamed = {"task_name": self._env_name}
         data: list[Any] = [unnamed | dict(self._rows[index]) for index in range(start, stop)]
         return rl_collate_fn(data)
 
     @property
     def data_sets(self) -> list[RowsWithPlace]:
-        """See `EvaluationPrompts`."""
+        """The data sets whose rows are evaluated."""
         return self._rows.parts
 
     def topic(self, index: int) -> str | None:
@@ -371,11 +371,11 @@ class EvalPrompts:
 
     @property
     def data_sets(self) -> list[RowsWithPlace]:
-        """See `EvaluationPrompts`."""
+        """The data set whose rows are evaluated."""
         return [self._data]
 
     def topic(self, index: int) -> str | None:
-        """Return the topic of a prompt, or None if the data set has none."""
+        """Return the topic of a prompt, or None if the data set has no topics."""
         row = unfold_choice(self._data.dataset[index % len(self._data)])
         topic = row.get(self._topic_key or "subject")
         return None if topic is None else str(topic)

@@ -63,17 +63,17 @@ class AnswerRecord:
     sample: int
     """Index among the prompt's answers, from 0."""
     prompt: str
-    """The rendered prompt."""
+    """Rendered prompt."""
     response: str
-    """The model's text."""
+    """Text of the model."""
     ground_truth: str | None
-    """The known answer."""
+    """Known answer."""
     answer: str | None
-    """The answer that the grader extracted, or None if it found none."""
+    """Answer that the grader extracted, or None if it found none."""
     reward: float | None
-    """The grader's reward, or None if the answer could not be graded."""
+    """Reward of the grader, or None if the answer could not be graded."""
     outcome: str
-    """How the rollout ended (`experience.trajectory.Outcome`)."""
+    """Reason why the rollout ended (`experience.trajectory.Outcome`)."""
     response_length: int | None
     """Number of generated tokens, or None if it is not known."""
     topic: str | None = None
@@ -83,16 +83,16 @@ class AnswerRecord:
     reasoning: str | None = None
     """Reasoning that the model's server has separated from the response, or None if there is none."""
     agent_counts: dict[str, float] = field(default_factory=dict)
-    """See `Trajectory.agent_counts`."""
+    """Number of events of each kind between program and endpoint (`Trajectory.agent_counts`)."""
 
     @property
     def is_correct(self) -> bool:
-        """True if the answer is right, and False if it is wrong or could not be graded."""
+        """Whether the answer is right. False if it is wrong or could not be graded."""
         return self.reward is not None and self.reward >= 1.0
 
 
 class RecordStore:
-    """Keeps answers in memory and, if a folder is configured, on disk.
+    """Keep answers in memory and, if a folder is configured, on disk.
 
     Args:
         num_prompts: number of prompts in the data set.
@@ -124,7 +124,7 @@ class RecordStore:
         return len(self.records) // self._per_prompt
 
     def append(self, records: Sequence[AnswerRecord]) -> None:
-        """Add the answers of complete prompts. They are on disk when the method returns."""
+        """Add the answers of complete prompts. The answers are on disk when the method returns."""
         self.records += records
         if self._folder is None:
             return
@@ -187,7 +187,7 @@ def _influential(state: Mapping[str, Any]) -> dict[str, Any]:
         if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in WITHOUT_INFLUENCE)
     }
     device = config.get("cluster.device")
-    # The endpoint stays one value, because its fields may be null, which means that requests leave the field out.
+    # The endpoint stays one value, because its fields may be null, which means that requests omit the field.
     endpoint = state.get("config", {}).get("generation", {}).get("endpoint") or {}
     kept = {key: value for key, value in kept.items() if not key.startswith(_EXTRA_BODY)}
     return {**kept, _EXTRA_BODY: endpoint.get("extra_body"), "cluster.device": device, **state.get("inputs", {})}

@@ -45,9 +45,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def consensus_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
     """Return the probability that the majority of k answers, drawn from n, is right.
 
-    Equal texts vote together, and so do answers that are None. Drawn answers keep their order, and the first of several
-    texts with equally many votes wins. If answers with the same text were graded differently, the first one that is
-    drawn decides.
+    Equal texts are counted together, and so are answers that are None. Drawn answers keep their order, and the first of
+    several texts with equally many votes wins. If answers with the same text were graded differently, the first one
+    that is drawn decides.
 
     The probability is exact. For each answer and each number of votes, the function counts the draws in which this
     answer is the first one with its text, the text gets that many votes, and no other text wins against it
@@ -102,7 +102,7 @@ PromptScore = Callable[[Sequence[AnswerRecord]], float]
 
 @dataclass(frozen=True)
 class Score:
-    """The mean of a score over prompts."""
+    """Mean of a score over prompts."""
 
     value: float
     """Mean of the prompts' scores, from 0 to 1."""
@@ -129,7 +129,7 @@ class EvalReport:
     companions: dict[str, Score]
     """Further scores: pass@1 and, with several answers per prompt, pass@k for other k and cons@k."""
     topics: dict[str, Score]
-    """The metric by topic, if the data set has topics."""
+    """Metric by topic, if the data set has topics."""
     answers: dict[str, float]
     """Shares and counts over all answers."""
 

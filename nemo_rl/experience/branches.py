@@ -1,8 +1,8 @@
-"""The conversations of a sample after its first one, and functions for the messages of any conversation.
+"""Define the conversations of a sample after its first one, and functions for messages of conversations.
 
 A program that edits or summarizes its history, runs sub-agents or samples in parallel makes model calls that do not
-continue each other. Each chain of calls is a conversation. `rows.rows_of` makes one row of the training batch from
-each.
+continue each other. Each chain of calls is a conversation. `rows.rows_of` makes one row of the training batch from each
+conversation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """Place of the tokens and texts of a conversation that holds only token counts (see `runners.stored`)."""
+    """Location of the tokens and texts of a conversation that holds only token counts (`runners.stored`)."""
 
     path: Path
-    """Path of the conversation's row in the stored tree of rows."""
+    """Path of the conversation's row in the stored nested rows."""
     index: int
     """Index of the row among the stored rows."""
     rows: "ObjectRef[PackedRows] | None" = None
@@ -36,8 +36,8 @@ class StoredTokens:
 class Branch:
     """A further conversation of a sample.
 
-    Each sampled token is trained once: if an earlier conversation of the sample trains a message, this conversation has
-    the message without `generation_logprobs`.
+    Each sampled token is trained once. If an earlier conversation of the sample trains a message, the message has no
+    `generation_logprobs` in this conversation.
     """
 
     message_log: list[Message]
@@ -47,9 +47,9 @@ class Branch:
     weight_versions: list[VersionSpan] = field(default_factory=list)
     """Versions of the weights, as in `Trajectory.weight_versions`. Spans start at positions of this conversation."""
     trains: bool = True
-    """False leaves the conversation out of the loss."""
+    """False excludes the conversation from the loss."""
     stored: StoredTokens | None = None
-    """Place of the tokens, as in `Trajectory.stored`."""
+    """Location of the tokens, as in `Trajectory.stored`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values for a checkpoint."""
@@ -92,7 +92,7 @@ def num_written_tokens(log: Sequence[Message]) -> int:
 
 
 def spans_of_turns(log: Sequence[Message], start: int = 0) -> list[tuple[int, int]]:
-    """Return the positions of first token and end of each response turn.
+    """Return the positions of each response turn's first token and end.
 
     Args:
         log: The messages of one conversation.

@@ -55,7 +55,7 @@ class BackgroundTask[T]:
         return self.future.exception() if self.is_done and not self.future.cancelled() else None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end, whether the coroutine finishes, fails or is cancelled.
+        """Wait until the coroutine finishes, fails or is cancelled.
 
         Raises:
             DeadlineExceededError: The task takes longer than `timeout_s`. It continues to run.
@@ -64,7 +64,7 @@ class BackgroundTask[T]:
         self._wait(timeout_s, check_local_ray)
 
     def result(self, timeout_s: float) -> T:
-        """Wait for the end and return the result of the coroutine.
+        """Wait for the end of the coroutine, and return its result.
 
         Args:
             timeout_s: Time limit of the wait. The task continues to run after it.
@@ -95,13 +95,13 @@ class BackgroundTask[T]:
         check()
 
     def cancel(self) -> None:
-        """Ask the coroutine to end, and return before it has ended."""
+        """Request the cancellation of the coroutine, and return before it has ended."""
         self._owner.note_as_seen(self)
         self.future.cancel()
 
 
 def wait_for_any(tasks: Iterable[BackgroundTask[Any]], timeout_s: float) -> bool:
-    """Wait until one of the tasks has ended. Return False if none has after `timeout_s`.
+    """Wait until one of the tasks has ended. Return False if no task has ended after `timeout_s`.
 
     Raises:
         RayDiedError: the local Ray ended.
@@ -119,14 +119,14 @@ def wait_for_any(tasks: Iterable[BackgroundTask[Any]], timeout_s: float) -> bool
 
 
 class EventLoopThread:
-    """Runs coroutines from synchronous code."""
+    """Run coroutines from synchronous code, in a background thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._background: set[BackgroundTask[Any]] = set()
-        """Tasks that run, and failed tasks whose failure has not been raised yet."""
+        """Running tasks, and failed tasks whose failure has not been raised yet."""
         self._gate: asyncio.Event | None = None
-        """Event that tasks which are started together wait for."""
+        """Event for which tasks that are started together wait."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
         self._thread.start()
 
@@ -137,7 +137,7 @@ class EventLoopThread:
         the failure, or `close` logs it.
 
         Args:
-            coroutine: The work. It sets its own deadlines. `close` cancels it.
+            coroutine: The coroutine. It sets its own deadlines, and `close` cancels it.
             name: Name of the task in errors and logs.
         """
         work = coroutine if self._gate is None else _after(self._gate, coroutine)
@@ -149,7 +149,7 @@ class EventLoopThread:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Begin all tasks that are started in the `with` block in one iteration of the loop.
+        """Begin all tasks that are started in the `with` block at the same time.
 
         Their first requests are then sent together. Only one thread may start tasks during the block.
         """
@@ -182,11 +182,11 @@ class EventLoopThread:
                 raise task.failure
 
     def note_as_seen(self, task: BackgroundTask[Any]) -> None:
-        """Forget a background task whose result or failure the caller has received."""
+        """Remove a background task whose result or failure the caller has received."""
         self._background.discard(task)
 
     def run[T](self, coroutine: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
-        """Run a coroutine to its end and return its result. The errors are those of `stream`."""
+        """Run a coroutine to its end, and return its result. Errors are those of `stream`."""
 
         def start(_: Callable[[None], None]) -> Coroutine[Any, Any, T]:
             return coroutine
@@ -206,11 +206,11 @@ class EventLoopThread:
         describe: Callable[[], str] = str,
         num_expected: int | None = None,
     ) -> Generator[ItemT, None, T]:
-        """Run a coroutine, and yield the items that it passes on while it runs.
+        """Run a coroutine, and yield the items that it produces while it runs.
 
         Args:
-            start: Makes the coroutine, which passes on an item by calling the function's argument with it.
-            timeout_s: Time limit of the whole coroutine. If it is cancelled, its end is awaited for `CLEAN_UP_S`.
+            start: Function that makes the coroutine. The coroutine calls the function's argument with each item.
+            timeout_s: Time limit of the whole coroutine. After a cancellation, wait `CLEAN_UP_S` for its end.
             describe: Function that describes the pending work. It is called at the deadline.
             num_expected: Number of items for the console. None if unknown.
 
@@ -220,7 +220,7 @@ class EventLoopThread:
         Raises:
             DeadlineExceededError: The coroutine takes longer than `timeout_s`. It is cancelled.
             RayDiedError: The local Ray ended. The coroutine's own result or error is discarded.
-            Exception: The error of the coroutine, or of a background task, see `check`.
+            Exception: The error of the coroutine, or of a background task (`check`).
         """
         end = time.monotonic() + timeout_s
         ended = threading.Event()
@@ -253,7 +253,7 @@ class EventLoopThread:
     def close(self) -> None:
         """Cancel all tasks of the loop, stop it, and log failures that were never raised.
 
-        The wait for the tasks is at most `CLEAN_UP_S`. A warning names background tasks that do not end.
+        Wait at most `CLEAN_UP_S` for the tasks. A warning names background tasks that do not end.
         """
         ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
         with contextlib.suppress(TimeoutError, RuntimeError):
@@ -288,14 +288,14 @@ async def _after[T](gate: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T
 
 
 async def _cancel_others() -> None:
-    """Cancel all other tasks of the running loop, and wait for them for half of `CLEAN_UP_S`."""
+    """Cancel all other tasks of the running loop, and wait for their end for half of `CLEAN_UP_S`."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     if others:
         _, left = await asyncio.wait(others, timeout=CLEAN_UP_S / 2)
         for task in left:
-            task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own switch for its message
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # disables asyncio's warning
 
 
 async def _announced[T](coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:

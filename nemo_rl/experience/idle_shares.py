@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BusySeconds:
-    """Seconds of work since the start of the run."""
+    """Seconds of work since the start of the run, by kind of worker."""
 
     engines: list[float]
-    """For each engine, the seconds with an open request, or NaN while the engine does not run."""
+    """Seconds in which each engine had an open request. NaN for an engine that is not running."""
     environments: float
     """Seconds in which an environment opened an episode or took a turn."""
 
@@ -23,10 +23,10 @@ class BusySeconds:
 
 @dataclass
 class IdleShares:
-    """Shares of idle time from step to step."""
+    """Compute the shares of idle time between calls."""
 
     busy: Callable[[], BusySeconds]
-    """Function that returns the seconds of work until now."""
+    """Function that returns the seconds of work so far."""
     _waited_s: float = field(default=0.0, init=False)
     _last: tuple[float, BusySeconds] = field(init=False)
 
@@ -35,7 +35,7 @@ class IdleShares:
 
     @contextmanager
     def trainer_waits(self) -> Generator[None]:
-        """Count a block as idle time of the trainer."""
+        """Count the time of a block as idle time of the trainer."""
         started = time.perf_counter()
         try:
             yield
@@ -43,10 +43,10 @@ class IdleShares:
             self._waited_s += time.perf_counter() - started
 
     def since_last_call(self) -> dict[str, float]:
-        """Return the shares of the time since the last call, from 0 (always busy) to 1, to be logged under `idle/`.
+        """Return the idle shares of the time since the last call, from 0 (always busy) to 1, logged under `idle/`.
 
-        `trainer` is the share that training waited for weights to be sent or for groups; `engines` is the mean over
-        running engines of the share without an open request; `environments` is the share without an open step.
+        `trainer` is the share that waits for groups or weight syncs. `engines` is the share without an open request, as
+        a mean over running engines. `environments` is the share without an open step.
         """
         now, busy = time.perf_counter(), self.busy()
         since, before = self._last

@@ -22,16 +22,16 @@ OF_AN_ENVIRONMENT = (
     "ended_by_failure",
     "ended_by_abort",
 )
-"""Training metrics that a run with several environments logs for each environment."""
+"""Training metrics that are also logged for each environment, in runs with several environments."""
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean, NaN for no values."""
+    """Return the arithmetic mean, or NaN if there are no values."""
     return sum(values) / len(values) if values else math.nan
 
 
 def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
-    """Average each metric over the collections that have it, weighted by their numbers of trajectories."""
+    """Average each metric over the collections that report it, weighted by their numbers of trajectories."""
     values: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for collection in collections:
         for name, value in collection.metrics.items():
@@ -40,7 +40,7 @@ def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics of a training collection, logged under `train/`, without means that have no values."""
+    """Compute the metrics of a training collection, logged under `train/`. Means without values are left out."""
     lengths = [t.length for t in trajectories]
     prompts = [t.num_prompt_tokens for t in trajectories]
     responses = [t.response_length for t in trajectories]
@@ -79,7 +79,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Sum the events between programs and the endpoint. Without programs, return no metrics."""
+    """Sum the events between programs and the endpoint, or return no metrics in runs without programs."""
     counts = [t.agent_counts for t in trajectories if t.agent_counts]
     if not counts:
         return {}
@@ -88,19 +88,19 @@ def _agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute for each cause the share of episodes that it ended. The shares sum to 1."""
+    """Compute the share of episodes that each cause ended. The shares sum to 1."""
     counts = Counter(t.ended_by for t in trajectories)
     return {f"ended_by_{ending}": counts[ending] / max(len(trajectories), 1) for ending in Ending}
 
 
 def _prefix_hits(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the share of later turns for which an engine still held the keys and values of the turns before."""
+    """Compute the share of later turns for which an engine still had the cached keys and values of earlier turns."""
     later = sum(max(t.num_turns - 1, 0) for t in trajectories)
     return {"prefix_hit_rate": sum(t.num_prefix_hits for t in trajectories) / later} if later else {}
 
 
 def _branches(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the number of rows and the branches per sample, or no metrics if no sample has branches."""
+    """Return the number of rows and of branches per sample, or no metrics if no sample has branches."""
     counts = [len(t.branches) for t in trajectories]
     if not any(counts):
         return {}
@@ -130,7 +130,7 @@ def metrics_by_environment(
 
 
 def _known(metrics: dict[str, float]) -> dict[str, float]:
-    """Leave out metrics that are NaN, the means of no values."""
+    """Remove metrics that are NaN, which are means without values."""
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
@@ -145,9 +145,9 @@ def _component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def validation_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
     """Compute the metrics of a validation.
 
-    `accuracy` is the mean reward. `pass_k` is the share of prompts solved at least once. An answer solves its prompt if
-    its reward is above 0. A sample whose grading failed counts as not solved in `pass_k` and is left out of `accuracy`.
-    `num_reward_errors` counts such samples. Penalties change neither of the two; their metrics are as in training.
+    `accuracy` is the mean reward. `pass_k` is the share of prompts with a solution. An answer solves its prompt if its
+    reward is above 0. A sample whose grading failed is no solution in `pass_k` and is left out of `accuracy`.
+    `num_reward_errors` counts such samples. Penalties do not change the two metrics.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics = {

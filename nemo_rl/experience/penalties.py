@@ -1,7 +1,7 @@
-"""Define penalties, each of which finds the turns of an answer in which something is wrong.
+"""Define penalties on turns of an answer that have a fault.
 
-Invariant: a penalty gets only the text and tokens that the model wrote, neither the reward nor other answers. So its
-result for an answer is always the same.
+Invariant: a penalty gets only the text and tokens of one answer, but no reward and no other answers. Its result for an
+answer is therefore always the same.
 """
 
 import re
@@ -18,22 +18,22 @@ from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.named_parts import Registry
 
 _WORD = re.compile(r"[぀-ヿ㐀-鿿가-힯]|\w+")
-"""A word, or a character of a script that is written without spaces."""
+"""Matches a word, or a character of a script that is written without spaces."""
 _RUN = 8
-"""Number of consecutive words, a run, that must be equal to count as repeated."""
+"""Number of consecutive words that are compared at once (a run of words)."""
 _FEWEST_WORDS = 40
-"""Number of words of reasoning below which nothing counts as repeated."""
+"""Number of words of reasoning below which no repetition is reported."""
 _COPIED = 0.8
-"""Share of the reasoning's runs at which a final answer that contains them counts as a repetition."""
+"""Share of the reasoning's runs that a final answer must contain to be a repetition."""
 _REPEATED = 1 / 3
-"""Share of the reasoning's runs that occur earlier in it, above which the reasoning repeats itself."""
+"""Share of the reasoning's runs that may occur earlier in it. Above this share, the reasoning repeats itself."""
 
 
 class RewardPenalty(Protocol):
-    """A penalty. Each process that plays rollouts constructs its own object."""
+    """A penalty. Each process that samples rollouts constructs its own object."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> Collection[int]:
-        """Return the numbers, from 0, of the turns in which something is wrong.
+        """Return the numbers, from 0, of the turns to which the penalty applies.
 
         Args:
             turns: all sampled turns of one answer.
@@ -41,46 +41,46 @@ class RewardPenalty(Protocol):
 
 
 class MalformedThinkTag:
-    """Thinking tags out of place (see `SampledTurn.malformed`)."""
+    """Penalty for misplaced thinking tags (`SampledTurn.malformed`)."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
-        """See `RewardPenalty.offending`."""
+        """Return the numbers of turns with misplaced tags."""
         return [number for number, turn in enumerate(turns) if turn.malformed]
 
 
 class EmptyFinalAnswer:
-    """Nothing but white space and special tokens after the thinking, or thinking that does not end."""
+    """Penalty for a final answer without text, or for thinking that does not end."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
-        """See `RewardPenalty.offending`."""
+        """Return the numbers of turns with an empty final answer."""
         return [number for number, turn in enumerate(turns) if not turn.final_answer.strip()]
 
 
 class DuplicatedReasoning:
-    """A final answer that repeats the reasoning, or reasoning that repeats itself (see `repeats`)."""
+    """Penalty for a final answer that repeats the reasoning, and for reasoning that repeats itself (`repeats`)."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
-        """See `RewardPenalty.offending`."""
+        """Return the numbers of turns with repetitions."""
         return [number for number, turn in enumerate(turns) if repeats(turn.reasoning, turn.final_answer)]
 
 
 @dataclass(frozen=True)
 class UnwantedTokens:
-    """Tokens that must not be sampled."""
+    """Penalty for tokens that must not be sampled."""
 
     token_ids: frozenset[int]
 
     def offending(self, turns: Sequence[SampledTurn]) -> list[int]:
-        """See `RewardPenalty.offending`."""
+        """Return the numbers of turns with unwanted tokens."""
         return [number for number, turn in enumerate(turns) if not self.token_ids.isdisjoint(turn.token_ids)]
 
 
 def repeats(reasoning: Sequence[str], final_answer: str) -> bool:
     """Return whether a final answer repeats its reasoning, or the reasoning repeats itself.
 
-    Runs of 8 words are compared, without case, punctuation and white space. Reasoning of less than 40 words never
-    counts as repeated. The reasoning repeats itself if more than a third of its runs occur earlier in it. The answer
-    repeats the reasoning if it has at least 80 % of the reasoning's runs.
+    Sequences of 8 words ("runs") are compared, without case, punctuation and white space. Reasoning of less than 40
+    words is never a repetition. The reasoning repeats itself if more than a third of its runs occur earlier in it. The
+    answer repeats the reasoning if it has at least 80 % of the reasoning's runs.
 
     Args:
         reasoning: Texts of the thinking.
@@ -116,16 +116,16 @@ class Verdict:
     """The result of the review of one answer."""
 
     penalties: dict[str, list[int]]
-    """Numbers of the turns to which each enabled penalty applies, by the name of the penalty."""
+    """For each enabled penalty, the numbers of the turns to which it applies, by the name of the penalty."""
     malformed_thinking: list[tuple[int, int]]
-    """First token and end of each tag that is out of place, as positions in the concatenated conversations."""
+    """First token and end of each misplaced tag, as positions in the concatenated conversations."""
     num_thinking_tokens: int
-    """Number of tokens of thinking in all turns."""
+    """Number of thinking tokens in all turns."""
 
 
 @dataclass(frozen=True)
 class AnswerReview:
-    """Review that looks for malformed thinking and applies penalties."""
+    """Find malformed thinking and apply penalties to answers."""
 
     reader: ThinkingReader
     """Reader that finds thinking tags."""
@@ -133,7 +133,7 @@ class AnswerReview:
     """Penalties by name."""
 
     def __call__(self, samples: Sequence[Trajectory]) -> None:
-        """Review the samples that have a reward. Other samples are not trained on."""
+        """Review the samples that have a reward. Samples without a reward are not used for training."""
         for sample in samples:
             if sample.reward is None:
                 continue
@@ -147,7 +147,7 @@ class AnswerReview:
             sample.num_thinking_tokens = verdict.num_thinking_tokens
 
     def judge(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Verdict:
-        """Review an answer that has one conversation. Arguments and errors are those of `judge_all`."""
+        """Review an answer with one conversation. Arguments and errors are those of `judge_all`."""
         return self.judge_all([(token_ids, spans)])
 
     def judge_all(self, conversations: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> Verdict:
@@ -156,7 +156,7 @@ class AnswerReview:
         Turns are numbered through all conversations of the answer.
 
         Args:
-            conversations: All tokens of each conversation, and the first token and end of each sampled turn in it.
+            conversations: Tokens of each conversation, with the start and end position of each sampled turn.
 
         Raises:
             ValueError: A penalty names a turn that does not exist.
@@ -185,18 +185,18 @@ class AnswerReview:
 
 
 def nothing(samples: Sequence[Trajectory]) -> None:
-    """Do nothing: the `Review` of a run without penalties."""
+    """Do nothing. This is the `Review` of a run without penalties."""
 
 
 @dataclass(frozen=True)
 class ReviewSettings:
-    """Settings from which each process that plays rollouts makes its review."""
+    """Settings of the review, from which each process that samples rollouts makes its own."""
 
     penalties: RewardPenaltyConfig = field(default_factory=RewardPenaltyConfig)
     effort_levels: Mapping[str, EffortLevelConfig] = field(default_factory=dict)
-    """The section `effort_levels`, whose budgets need the number of thinking tokens."""
+    """The section `effort_levels`. Its budgets need the number of thinking tokens."""
     marks_malformed: bool = False
-    """Whether thinking tags that are out of place get their own advantage."""
+    """Whether misplaced thinking tags get an advantage of their own."""
 
     def make(self, tokenizer: Any) -> Review:
         """Build the review.
@@ -238,10 +238,10 @@ def named_penalties(config: RewardPenaltyConfig, tokenizer: Any) -> dict[str, Re
 
 
 def review_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics of reviewed samples. Without penalties and effort levels there are none.
+    """Compute the metrics of reviewed samples, or return none in runs without penalties and effort levels.
 
-    `penalized_by_<name>` is the share of reviewed samples to which this penalty applies, `penalized_rate` the share of
-    samples to which any penalty applies, and `penalized_reward` the mean reward after penalties.
+    `penalized_by_<name>` is the share of reviewed samples to which the penalty `<name>` applies. `penalized_rate` is
+    the share to which any penalty applies. `penalized_reward` is the mean reward after penalties.
     """
     reviewed = [t for t in trajectories if t.num_thinking_tokens is not None]
     if not reviewed:
@@ -259,7 +259,7 @@ def review_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _by_effort(reviewed: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute number, reward and lengths of the samples of each effort level, as `effort/<level>/<name>`."""
+    """Compute the number, reward and lengths of each effort level's samples, as `effort/<level>/<name>`."""
     metrics: dict[str, float] = {}
     for level in sorted({t.effort for t in reviewed if t.effort is not None}):
         own = [t for t in reviewed if t.effort == level]

@@ -1,7 +1,7 @@
 """Let environments correct the rewards of finished groups and collections, and report metrics about them.
 
 Invariants: a reward that an environment does not change keeps its value, bit for bit. An environment that fails here
-changes nothing.
+changes no reward.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ type _Batch = BatchedDataDict[Any]
 
 
 class PostProcessor(Protocol):
-    """The methods of an environment that process finished groups and collections."""
+    """Methods of an environment that process finished groups and collections."""
 
     @property
     def post_processes_groups(self) -> bool:
-        """See `environments.interfaces.EnvironmentInterface`."""
+        """Return whether the environment processes single groups (`EnvironmentInterface.post_processes_groups`)."""
 
     async def global_post_process_and_metrics(self, batch: _Batch) -> tuple[_Batch, dict[str, float | int]]:
-        """See `environments.interfaces.EnvironmentInterface`."""
+        """Correct rewards and return metrics (`EnvironmentInterface.global_post_process_and_metrics`)."""
 
 
 async def post_process(
@@ -38,7 +38,7 @@ async def post_process(
     """Let each environment correct the rewards of its own trajectories, in place.
 
     Args:
-        environments: Environments by task name. Trajectories of other tasks stay as they are.
+        environments: Environments by task name. Trajectories of other tasks are not changed.
         trajectories: Trajectories of one group, or of a whole collection.
 
     Returns:
@@ -72,7 +72,7 @@ async def _post_process(name: str, environment: PostProcessor, own: list[Traject
 
 
 def _rollout_batch(own: list[Trajectory]) -> tuple[_Batch, list[str]]:
-    """Build the batch that `EnvironmentInterface.global_post_process_and_metrics` documents.
+    """Build the batch for `EnvironmentInterface.global_post_process_and_metrics`.
 
     Returns:
         The batch and the names of the reward components.
@@ -101,5 +101,5 @@ def _correct(trajectory: Trajectory, components: list[str], reward: Tensor) -> N
         trajectory.reward_components = dict(zip(components, reward.tolist(), strict=True))
     corrected = float(reward.sum())
     if trajectory.turn_rewards and trajectory.reward is not None:
-        trajectory.turn_rewards[-1] += corrected - trajectory.reward  # the correction is about the whole sample
+        trajectory.turn_rewards[-1] += corrected - trajectory.reward  # the last turn gets the correction of the sample
     trajectory.reward = corrected

@@ -1,6 +1,6 @@
 """Define the interface of the player of agent environments, which `nemo_rl.agents` implements.
 
-Rollouts without agents never import `nemo_rl.agents`.
+Rollouts without agents do not import `nemo_rl.agents`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,19 +21,19 @@ AGENT_PLAYER = "nemo_rl.agents.endpoint.player.AgentPlayer"
 
 
 class PlayedProgram(Protocol):
-    """Result of a program that has ended."""
+    """Result of a finished program."""
 
     @property
     def step(self) -> StepResult:
-        """Step result of the program's environment."""
+        """Step result of the environment."""
 
     @property
     def spread_reward(self) -> Callable[[], None]:
-        """Function that divides the reward over the response turns. It is called when the sample has its reward."""
+        """Function that divides the reward over the response turns. It is called when the reward is known."""
 
 
 class ProgramPlayer(Protocol):
-    """Plays samples whose environment runs a program that calls the model itself."""
+    """Play samples whose environment runs a program that calls the model itself."""
 
     async def play(
         self,
@@ -48,10 +48,10 @@ class ProgramPlayer(Protocol):
         """Run the program of a sample to its end, and write the program's answers into the sample.
 
         Args:
-            sample: The sample, which has only its prompt.
+            sample: The sample, which contains only its prompt.
             section: Keys of the sample's environment.
-            step_of: Method `step` of the sample's environment.
-            seed_of: Function that makes the seeds of answers.
+            step_of: Function that calls `step` of the sample's environment.
+            seed_of: Function that returns the seeds of answers.
             trains: Whether the policy is trained on the sample.
 
         Raises:
@@ -66,7 +66,7 @@ def make_program_player(
     text_rules: TextRules,
     endpoint: AgentEndpointConfig,
 ) -> ProgramPlayer:
-    """Import and make the player of agent environments. Its endpoint starts with the first sample.
+    """Import and construct the player of agent environments. Its endpoint starts with the first sample.
 
     Raises:
         ConfigError: a package of the extra `agents` is not installed.

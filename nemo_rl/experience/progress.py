@@ -1,4 +1,4 @@
-"""Keep the state of samples that are being played, for the checkpoint of a run that samples ahead.
+"""Keep the state of unfinished samples, for the checkpoint of a run that samples ahead.
 
     RolloutRunner.play_group ─► GroupProgress.begin ─► SamplePlayer notes what each sample waits for
     checkpoint ─► states_of: asks the engines for the responses so far, while sampling continues
@@ -6,7 +6,7 @@
 
 A sample waits for its response or for its environment, or is finished. Its state is the trajectory so far, the tokens
 of the response that is being sampled, and the environment's metadata. Invariant: a state has all tokens that the engine
-had sampled when it was asked, so a resumed run does not sample them again.
+had sampled at the time of the request, so a resumed run does not sample them again.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from nemo_rl.models.generation.interfaces import (
 )
 
 _MOST_ROUNDS = 10
-"""Times that engines are asked for turns that have started meanwhile. A resumed run samples later turns again."""
+"""Number of times that engines are asked for turns that have started meanwhile. Later turns are sampled again."""
 
 
 @dataclass(eq=False)
 class SampleProgress:
-    """One sample that is being played."""
+    """State of one unfinished sample."""
 
     sample: Trajectory
     """Trajectory of the sample so far."""
@@ -43,13 +43,13 @@ class SampleProgress:
     is_finished: bool = False
     """Whether the sample is finished."""
     stops: list[str] | None = None
-    """Stop strings of the turn, in addition to those of the run."""
+    """Stop strings of the turn in addition to those of the run."""
     request: GenerationRequest | None = None
-    """Request that the sample waits for. None if it does not wait for a response."""
+    """The current request to an engine. None if the sample is not waiting for a response."""
     so_far: ResponseSoFar = field(default_factory=ResponseSoFar.nothing)
-    """First part of the turn's response, if an earlier run sampled it."""
+    """First part of the turn's response, sampled by an earlier run. None if there is none."""
     finish_reason: FinishReason | None = None
-    """Finish reason of the response that the environment has to answer. None if there is no such response."""
+    """Finish reason of a response that the environment has not answered yet. None if there is no such response."""
 
     def num_tokens(self, response: ResponseSoFar) -> int:
         """Return the number of sampled tokens, including tokens of the response that is being sampled."""
@@ -74,8 +74,8 @@ class SampleProgress:
         }
 
     def _trajectory(self) -> dict[str, Any]:
-        """Return the state of the trajectory. Later turns do not change the returned state."""
-        without_inputs = replace(self.sample, row_inputs=None)  # they come with the prompt
+        """Return the state of the trajectory, which later turns do not change."""
+        without_inputs = replace(self.sample, row_inputs=None)  # a resumed run gets them from the prompt
         return without_inputs.state_dict() | {
             "extra_env_info": self.sample.extra_env_info,
             "turn_rewards": list(self.sample.turn_rewards),
@@ -87,7 +87,7 @@ class SampleProgress:
         """Rebuild a sample from its `state_dict`.
 
         Args:
-            start: The same sample before its first turn, with the values that belong to the prompt.
+            start: The same sample before its first turn, with the values of the prompt.
         """
         sample = Trajectory.from_state(state["trajectory"])
         sample.group_index, sample.chat, sample.row_inputs = start.group_index, start.chat, start.row_inputs
@@ -116,17 +116,17 @@ def num_stored_tokens(state: Mapping[str, Any]) -> int:
 
 @dataclass(eq=False)
 class GroupProgress:
-    """The samples of one prompt that are being played."""
+    """State of the samples of one prompt while they are sampled."""
 
     stored: Sequence[Mapping[str, Any] | None] = ()
-    """States of the samples in a checkpoint. A sample without a state starts from its prompt. If empty, all do."""
+    """States of the samples in a checkpoint. A sample without a state starts from its prompt. Empty means no states."""
     samples: list[SampleProgress] = field(default_factory=list)
     """Samples of the group. Empty until `begin` is called."""
     rollouts: Rollouts | None = None
-    """The finished and post-processed samples. None before the group is finished."""
+    """The finished, post-processed samples. None before the group is finished."""
 
     def begin(self, starts: Sequence[Trajectory]) -> list[SampleProgress]:
-        """Begin to play the group, and return its samples. A stored sample continues from its state.
+        """Begin to sample the group, and return its samples. A stored sample continues from its state.
 
         Args:
             starts: the samples before their first turn.
@@ -139,7 +139,7 @@ class GroupProgress:
         return self.samples
 
     def forget(self) -> None:
-        """Let the next `begin` start from the prompt."""
+        """Discard the stored states, so that the next `begin` starts from the prompt."""
         self.stored, self.samples = (), []
 
 
@@ -150,10 +150,10 @@ class StoredSamples:
     states: list[Mapping[str, Any] | None]
     """States of the samples, as in `GroupProgress.stored`."""
     num_lost_tokens: int
-    """Number of sampled tokens of the samples without a state."""
+    """Number of sampled tokens that the samples without a state had."""
 
     def without_states(self) -> "StoredSamples":
-        """Return the same group without states, so that all its samples start from the prompt."""
+        """Return the group without states, so that all of its samples start from the prompt."""
         num_stored = sum(num_stored_tokens(state) for state in self.states if state is not None)
         return StoredSamples([], self.num_lost_tokens + num_stored)
 
@@ -164,7 +164,7 @@ async def states_of(
     """Return the samples of groups for a checkpoint, without interrupting them.
 
     Args:
-        can_continue: Function that returns whether the episode of a sample can continue in another process.
+        can_continue: Function that tells whether a sample's episode can continue in another process.
 
     Returns:
         The samples of each group, or None for a finished group. A sample has no state if its episode was not opened or
@@ -178,7 +178,7 @@ async def states_of(
         if not asked:
             break
         found = await generation.responses_so_far(asked)
-        # A request that is answered meanwhile is not asked for again, because its sample then has the answer.
+        # # A request that was answered in the meantime is not asked for again, because its sample has the answer.
         responses |= {id(r): (r, so_far) for r, so_far in zip(asked, found, strict=True) if so_far is not None}
         await asyncio.sleep(0)
     so_far = {key: response for key, (_, response) in responses.items()}

@@ -1,4 +1,4 @@
-"""Turn prompts into trajectories: one coroutine per sample, which calls generation and environment in turn.
+"""Sample trajectories from prompts, with one coroutine per sample that calls engine and environment in turn.
 
 The samples of one prompt form a group, the unit of work.
 
@@ -6,12 +6,12 @@ The samples of one prompt form a group, the unit of work.
     start_group() ─► event loop: one play_group in the background, which outlives the call
         _play_group: one task per sample (`samples.SamplePlayer`), then post-processing where the environment allows it
 
-Samples never wait for each other, so a long sample does not delay short ones. A sample does not wait for its episode to
-be closed, because an environment that handles one call at a time may be busy with another sample. The same code serves
-one and many turns, training, validation and evaluation.
+Samples never wait for each other, so a long sample does not delay short ones. A sample does not wait until its episode
+is closed, because an environment that handles one call at a time may be busy with another sample. Training, validation
+and evaluation use the same code, for one turn and for many turns.
 
 The deadline of a collection is `RolloutLimits.timeout_s` after its start. A group that is started alone has the same
-deadline. Collections and lone groups never wait for the samples or episodes of each other.
+deadline. Collections and such groups do not wait for each other's samples or episodes.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 __getattr__ = public_names(__name__)
 
 _MANY_SAMPLES = 4096
-"""Number of samples of a collection from which on full garbage collections took a third of the driver's time."""
+"""Number of samples of a collection above which full garbage collections took a third of the driver's time."""
 
 
 class Collection:
-    """Iterable of the groups of a collection (a prompt's samples in order), each as soon as it is finished.
+    """Iterable over the groups of a collection (a prompt's samples in order), each when it is finished.
 
-    Environments may correct rewards after all groups are finished: in place, before the iteration ends.
+    Environments may correct rewards in place after all groups are finished and before the iteration ends.
 
     Args:
         groups: Generator that yields the groups and returns the metrics.
@@ -57,21 +57,21 @@ class Collection:
     def __init__(self, groups: Generator[list[Trajectory], None, dict[str, float]]):
         self._groups = groups
         self.metrics: dict[str, float] = {}
-        """Metrics that environments reported. Empty until all groups are finished."""
+        """Metrics of environments. Empty until all groups are finished."""
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         self.metrics = yield from self._groups
 
 
 class RolloutRunner:
-    """Plays rollouts and collects their trajectories.
+    """Sample rollouts and collect their trajectories.
 
     Args:
         environments: Environments by task name.
         tokenizer: Decodes responses without a text, and encodes observations.
         limits: Limits of tokens, turns and time.
         loop: Loop that runs the coroutines.
-        text_rules: Which texts have their control tokens encoded as ordinary text. If None, `TextRules()`.
+        text_rules: Rules that choose texts whose control tokens are encoded as ordinary text. If None, `TextRules()`.
         review: Function that stores its findings, such as penalties, on finished samples.
         endpoint: Section of the endpoint for agents. If None, its defaults.
     """
@@ -125,7 +125,7 @@ class RolloutRunner:
             key: Key of the collection.
 
         Raises:
-            ConfigError: A prompt names an environment that does not run.
+            ConfigError: A prompt names an environment that is not running.
             DeadlineExceededError: The collection takes longer than the limit.
         """
         groups = self._loop.stream(
@@ -145,10 +145,10 @@ class RolloutRunner:
         sampling: SamplingParams,
         key: RolloutKey,
     ) -> BackgroundTask[Rollouts]:
-        """Start `play_group` in the background and return at once. It ends within `group_limit_s`.
+        """Start `play_group` in the background, and return immediately. The group ends within `group_limit_s`.
 
         Raises:
-            ConfigError: the prompt names an environment that does not run.
+            ConfigError: the prompt names an environment that is not running.
         """
         self._check_environments([prompts["task_name"][row]])
         return self.start(
@@ -159,12 +159,12 @@ class RolloutRunner:
     def start(
         self, group: Coroutine[Any, Any, Rollouts], name: str, *, through_updates: bool = False
     ) -> BackgroundTask[Rollouts]:
-        """Play a group in the background and return immediately.
+        """Start a coroutine that samples a group in the background, and return immediately.
 
         Args:
-            group: Coroutine that plays samples within a time limit, such as `play_group` or `play`.
+            group: Coroutine that samples within a time limit, such as `play_group` or `play`.
             name: Name of the task in errors and logs.
-            through_updates: Whether the group continues while engines get new weights; `wait_for_groups` then skips it.
+            through_updates: Whether the group continues through weight updates. If so, `wait_for_groups` skips it.
         """
         task = self._loop.start(group, name)
         if not through_updates:
@@ -172,18 +172,18 @@ class RolloutRunner:
         return task
 
     def starting_together(self) -> AbstractContextManager[None]:
-        """Begin all groups that are started in the `with` block together, so that their requests are sent at once."""
+        """Begin all groups that are started in the `with` block at once, so that their requests are sent together."""
         return self._loop.together()
 
     @property
     def group_limit_s(self) -> float:
-        """Number of seconds within which a started group ends in any case, including the closing of its episodes."""
+        """Number of seconds within which a started group ends, including the closing of its episodes."""
         return self._limits.timeout_s + CLOSING_S + 2 * CLEAN_UP_S
 
     def wait_for_groups(self) -> None:
-        """Wait until no started group is running, except groups that continue through updates of the weights.
+        """Wait until no started group is running, except groups that continue while engines get new weights.
 
-        Failures of groups are not raised here, but by the results of their tasks.
+        Failures of groups are raised by the results of their tasks, not here.
 
         Raises:
             DeadlineExceededError: a group has not ended after `group_limit_s`.
@@ -193,11 +193,11 @@ class RolloutRunner:
         self._started.clear()
 
     def keep(self, rollouts: Rollouts) -> Rollouts:
-        """Return the group of a checkpoint in the form in which this runner returns a group that it has played."""
+        """Convert the group of a checkpoint to the form in which this runner returns sampled groups."""
         return rollouts
 
     def failed_group(self, prompts: BatchedDataDict[Any], row: int, num_generations: int, reason: str) -> Rollouts:
-        """Return samples of one prompt without responses and rewards.
+        """Return failed samples of one prompt, without responses and rewards.
 
         Args:
             prompts: Collated `DatumSpec` rows.
@@ -211,7 +211,7 @@ class RolloutRunner:
         return self.keep(Rollouts(samples, {}))
 
     def stored_samples(self, groups: Sequence[GroupProgress]) -> list[StoredSamples | None]:
-        """Return the samples of groups for a checkpoint, without interrupting them (see `progress.states_of`).
+        """Return the samples of groups for a checkpoint, without interrupting them (`progress.states_of`).
 
         Raises:
             DeadlineExceededError: it takes longer than `RolloutLimits.timeout_s`.
@@ -221,15 +221,15 @@ class RolloutRunner:
             return self._environments[sample.task_name].continues_episodes
 
         asking = self._loop.start(states_of(groups, self._generation, can_continue), "the storing of unfinished groups")
-        asking.wait(self._limits.timeout_s)  # the failure of a group is raised by the step that takes it
+        asking.wait(self._limits.timeout_s)  # the step that takes a group raises its failure
         return asking.future.result()
 
     def busy_seconds(self) -> BusySeconds:
-        """Return the time during which engines and environments have worked."""
+        """Return the seconds in which engines and environments have worked."""
         return BusySeconds(self._generation.busy_seconds(), self._samples.environments_busy.seconds)
 
     def post_process(self, groups: Sequence[Rollouts]) -> dict[str, float]:
-        """Post-process groups that were played alone, by the environments that process whole collections.
+        """Post-process groups that were sampled separately, with the environments that process whole collections.
 
         Returns:
             The metrics of the groups and of these environments.
@@ -248,10 +248,10 @@ class RolloutRunner:
         key: RolloutKey,
         progress: GroupProgress | None = None,
     ) -> Rollouts:
-        """Sample `num_generations` responses to one prompt, the same ones that a collection of `prompts` samples.
+        """Sample `num_generations` responses to one prompt. They are the same as in a collection of `prompts`.
 
-        Returns after the group's own episodes are closed, or `CLOSING_S` later. An environment with
-        `post_processes_groups` has then corrected the rewards. All other environments do so in `post_process`.
+        Returns after the group's episodes are closed, or at most `CLOSING_S` after the last answer. Environments with
+        `post_processes_groups` have then corrected the rewards. Other environments correct rewards in `post_process`.
 
         Args:
             prompts: Collated `DatumSpec` rows.
@@ -261,7 +261,7 @@ class RolloutRunner:
             progress: Stored states from which samples continue. It is updated for `stored_samples`.
 
         Raises:
-            ConfigError: The prompt names an environment that does not run.
+            ConfigError: The prompt names an environment that is not running.
             DeadlineExceededError: The group takes longer than `RolloutLimits.timeout_s`.
         """
         self._check_environments([prompts["task_name"][row]])
@@ -275,7 +275,7 @@ class RolloutRunner:
     async def play(
         self, prompts: BatchedDataDict[Any], num_generations: int, sampling: SamplingParams, key: RolloutKey
     ) -> Rollouts:
-        """Sample as `collect` does, but as a coroutine. Arguments and errors are those of `stream`."""
+        """Sample as `collect` does, as a coroutine. Arguments and errors are those of `stream`."""
         samples: list[Trajectory] = []
         playing = self._run_all(prompts, num_generations, sampling, key, samples.extend)
         metrics = await self._within_limit(playing, f"{key.phase} step {key.step}")
@@ -331,7 +331,7 @@ class RolloutRunner:
         closings: Closings,
         progress: GroupProgress | None = None,
     ) -> Rollouts:
-        """Play and review the samples of one prompt, and let environments that allow it post-process them."""
+        """Sample and review answers to one prompt. Environments with `post_processes_groups` post-process them."""
         stops = (prompts.get("stop_strings") or [None] * prompts.size)[row]
         progress = progress or GroupProgress()
         playing = progress.begin(_starts(prompts, row, num_generations))
@@ -348,23 +348,23 @@ class RolloutRunner:
         return mean_metrics(groups) | await post_process(self._by_unit(groups=False), samples)
 
     def _by_unit(self, *, groups: bool) -> dict[str, EnvironmentPort]:
-        """Return the environments that post-process groups, or else those that post-process collections."""
+        """Return the environments that post-process single groups, or those that post-process collections."""
         return {name: each for name, each in self._environments.items() if each.post_processes_groups == groups}
 
     def _check_environments(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._environments:
                 raise ConfigError(
-                    f"A prompt asks for environment {name!r}; running are "
-                    f"{sorted(self._environments)}. Add it under `env:` or change its `env_name`."
+                    f"A prompt asks for environment {name!r}; running are {sorted(self._environments)}. Add it "
+                    "under `env:` or change its `env_name`."
                 )
 
 
 async def _all_or_first_failure[T](coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently. After a first failure, cancel the others and raise it unchanged.
+    """Run coroutines concurrently. After the first failure, cancel the others and raise the failure unchanged.
 
-    Usually all fail for the same reason. The first failure is raised outside of the `except` block, so that it keeps
-    its cause, the worker's traceback, and is not printed with hundreds of copies.
+    Usually all coroutines fail for the same reason. The first failure is raised outside of the `except` block, so that
+    it keeps its cause (the worker's traceback) and is not printed with hundreds of other failures.
     """
     try:
         async with asyncio.TaskGroup() as tasks:

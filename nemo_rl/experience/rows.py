@@ -1,7 +1,7 @@
-"""Rows of the training batch: one for each conversation of each sample.
+"""Make the rows of the training batch, one for each conversation of each sample.
 
-Invariant: the rows of a sample follow each other, in the order of its conversations. A sample without branches is its
-own row.
+Invariant: the rows of a sample follow each other, in the order of its conversations. A sample without branches is used
+as its row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from nemo_rl.utils.errors import DataError
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the rows of samples, or the given rows if they are rows already.
+    """Return the rows of samples. Trajectories that are rows already are returned unchanged.
 
     A row of a sample with branches is a view of the sample that has only one conversation. Positions and token counts
     of a row belong to its conversation. The reward and all fields about turns (`turn_rewards`, `penalties`,
     `invalid_tool_call_turns`, `num_turns`) belong to the whole sample. A conversation that does not train, or in which
-    the policy wrote no token, has a `loss_multiplier` of 0, so that it does not count as a sequence of the loss.
+    the policy wrote no token, has a `loss_multiplier` of 0, so that it is not a sequence of the loss.
 
     Args:
         trajectories: Samples, or rows.
@@ -64,7 +64,7 @@ def rows_per_update(
         model: Section of the model that is trained, for errors.
 
     Returns:
-        The number of rows of each update. None if each sample is one row, so that samples need not be counted.
+        The number of rows of each update. None if each sample is one row.
 
     Raises:
         DataError: The samples do not divide into updates.

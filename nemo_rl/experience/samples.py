@@ -1,10 +1,10 @@
-"""Play one sample: open its episode, take turns between engine and environment, close the episode.
+"""Sample one trajectory: open its episode, alternate between engine and environment, and close the episode.
 
     play: open episode ─► _take_turns: generate ─► environment step ─► (again, until done or out of room)
         ─► close episode ─► Trajectory
 
-Invariants: sampled token ids never change, and tokens are only appended. An episode is closed however its sample ends.
-A sample's seed depends on (run seed, phase, step, round, group, sample, turn) and on nothing that varies between runs.
+Invariants: sampled token ids never change, and tokens are only appended. An episode is always closed, also after an
+error. A sample's seed depends only on (run seed, phase, step, round, group, sample, turn).
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from nemo_rl.utils.timer import BusyClock
 
 
 def chat_of(sample: Trajectory) -> ChatInput:
-    """Return the conversation of a sample as messages, up to the answer that is sampled next.
+    """Return the conversation of a sample as messages, up to the answer to sample next.
 
     Raises:
         DataError: The data does not contain the messages of the prompt.
@@ -65,14 +65,14 @@ def chat_of(sample: Trajectory) -> ChatInput:
 
 
 def _said(message: Message) -> Message:
-    """Return an answer as its server gave it. Tool calls are separate and not repeated in the text."""
+    """Return an answer in its server's form. Tool calls are separate and are not repeated in the text."""
     return {"role": "assistant", "content": message.get("spoken", message["content"])} | (
         {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
     )
 
 
 def end_without_answer(sample: Trajectory, error: NoAnswerError) -> None:
-    """End a sample whose next answer cannot be sampled: as truncated if it is too long, or else with an error."""
+    """End a sample whose next answer cannot be sampled. It is truncated if it is too long, and otherwise failed."""
     if not error.is_too_long:
         sample.fail(str(error))
         return
@@ -83,10 +83,10 @@ def end_without_answer(sample: Trajectory, error: NoAnswerError) -> None:
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 30.0
-"""Seconds that a group or collection waits for the closing of its episodes. An environment may be busy with a step."""
+"""Seconds for which a group or collection waits until its episodes are closed. An environment may be busy."""
 
 _late: set[asyncio.Task[None]] = set()
-"""Closings that took longer than `CLOSING_S`. Kept here because asyncio holds only weak references to tasks."""
+"""Tasks that take longer than `CLOSING_S`. They are kept here because asyncio holds only weak references to tasks."""
 
 
 class Closings:
@@ -101,14 +101,14 @@ class Closings:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, closing: Coroutine[Any, Any, None]) -> None:
-        """Start to close an episode. If the environment has nothing to close, the episode is closed on return."""
+        """Start to close an episode. If the environment has nothing to close, this happens at once."""
         task = asyncio.Task(closing, loop=asyncio.get_running_loop(), eager_start=True)
         if not task.done():
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self) -> None:
-        """Wait until all episodes are closed, for at most `CLOSING_S`. The remaining ones continue to be closed."""
+        """Wait until all episodes are closed, at most `CLOSING_S`. After that, they are closed in the background."""
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=CLOSING_S)
@@ -126,33 +126,33 @@ class Closings:
 
 
 class EnvironmentPort(PostProcessor, Protocol):
-    """The methods of an environment that rollouts call, implemented by `EnvironmentClient` and `EnvironmentPool`."""
+    """Methods of an environment that rollouts call. `EnvironmentClient` and `EnvironmentPool` implement them."""
 
     @property
     def reads_chat(self) -> bool:
-        """See `EnvironmentInterface.reads_chat`."""
+        """Return whether the environment reads the prompt's messages (`EnvironmentInterface.reads_chat`)."""
 
     async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
-        """Open the episode of one sample, whose random numbers derive from `seed`."""
+        """Open the episode of one sample. `seed` determines its random numbers."""
 
     async def step(self, message_log: list[Message], metadata: Any) -> StepResult:
         """Take one turn of a conversation, whose messages have `token_ids`."""
 
     @property
     def continues_episodes(self) -> bool:
-        """See `environments.interfaces.EnvironmentInterface`."""
+        """Return whether episodes can continue in another process (`EnvironmentInterface.continues_episodes`)."""
 
     @property
     def agent_section(self) -> Mapping[str, Any] | None:
-        """The section of an environment with `runs_agents`, or None for other environments."""
+        """Return the section of an environment with `runs_agents`, or None for other environments."""
 
     async def close_episode(self, metadata: Any) -> None:
-        """Close the episode of one sample. Errors are not raised."""
+        """Close the episode of one sample. This never raises an error."""
 
 
 @dataclass(frozen=True)
 class RolloutKey:
-    """Name of a collection, from which its random numbers derive."""
+    """Identity of a collection, which determines its random numbers."""
 
     run_seed: int
     phase: str
@@ -160,14 +160,14 @@ class RolloutKey:
     step: int
     """Training step."""
     round: int = 0
-    """Number of the collection within the step, because dynamic sampling makes several."""
+    """Number of the collection within the step. Dynamic sampling makes several collections."""
     first_group: int = 0
-    """Number of the collection's first prompt. An evaluation counts prompts through all of its batches, so that samples
-    do not depend on the batch size."""
+    """Number of the collection's first prompt. An evaluation numbers prompts across its batches, so that samples do not
+    depend on the batch size."""
 
     @property
     def trains(self) -> bool:
-        """True if the policy is trained on the samples."""
+        """Return True if the policy is trained on the samples."""
         return self.phase == "train"
 
     def seed_of(self, sample: Trajectory) -> int:
@@ -178,24 +178,24 @@ class RolloutKey:
         )
 
     def episode_seed_of(self, sample: Trajectory) -> int:
-        """Return the seed that the environment gets to open the episode of a sample."""
+        """Return the seed with which the environment opens the episode of a sample."""
         group = self.first_group + sample.group_index
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "episode")
 
     def call_seed_of(self, sample: Trajectory, *parts: int | str) -> int:
-        """Return the seed of a sample's program or, with `parts`, of one of the program's answers."""
+        """Return the seed of a sample's program or, if `parts` are given, of one of the program's answers."""
         group = self.first_group + sample.group_index
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "call", *parts)
 
 
 class SamplePlayer:
-    """Plays samples, any number of them concurrently.
+    """Play samples, concurrently on one event loop.
 
     Args:
         environments: Environments by task name.
         tokenizer: Decodes responses without a text, and encodes observations.
         limits: Limits of tokens, turns and time.
-        text_rules: Which texts have their control tokens encoded as ordinary text. If None, `TextRules()`.
+        text_rules: Rules that choose texts whose control tokens are encoded as ordinary text. If None, `TextRules()`.
         endpoint: Section of the endpoint for agents. If None, its defaults.
     """
 
@@ -213,16 +213,16 @@ class SamplePlayer:
         self._tokenizer = tokenizer
         self._text_rules = text_rules or TextRules()
         self._observations: dict[str, ObservationRenderer] = {}
-        """Renderers of observations, by the variables of the chat template as JSON."""
+        """Renderers of observations, by the chat template's variables as JSON."""
         self._has_reported = False
         self._limits = limits
         self._endpoint = endpoint or AgentEndpointConfig()
         self.environments_busy = BusyClock()
-        """Measures the time during which an environment opens an episode or takes a turn."""
+        """Clock of the time in which an environment opens an episode or takes a turn."""
 
     @cached_property
     def _programs(self) -> ProgramPlayer:
-        """Player of the samples of agent environments, which is made for the first such sample."""
+        """Return the player of agent environments, which is made for the first such sample."""
         return make_program_player(self._generation, self._tokenizer, self._limits, self._text_rules, self._endpoint)
 
     async def play(
@@ -233,7 +233,7 @@ class SamplePlayer:
         key: RolloutKey,
         closings: Closings,
     ) -> Trajectory:
-        """Play one sample in its own episode, from its stored state if there is one, and return its trajectory."""
+        """Sample one trajectory in its own episode, from its stored state if there is one."""
         sample = progress.sample
         if not progress.is_finished and not self._has_no_room(sample):
             environment = self._environments[sample.task_name]
@@ -286,7 +286,7 @@ class SamplePlayer:
         return not self._has_no_room(sample)
 
     def _add_to_prompt(self, sample: Trajectory, observation: Message) -> None:
-        """Render the prompt again with one more message. This is possible only before any token is sampled."""
+        """Render the prompt again with one more message. This is possible only before a token is sampled."""
         if sample.chat is None:
             raise DataError(
                 "its data processor does not say what the prompt was rendered from: give the datum `chat`, a dict "
@@ -299,7 +299,7 @@ class SamplePlayer:
         sample.chat = {**sample.chat, "messages": [*sample.chat["messages"], *messages_of(observation)]}
 
     def _renderer(self, sample: Trajectory) -> ObservationRenderer:
-        """Return the renderer of a sample's observations, because levels of effort may have different templates."""
+        """Return the renderer of a sample's observations. Levels of effort may have different templates."""
         variables = {} if sample.chat is None else sample.chat.get("template_kwargs", {})
         key = json.dumps(variables, sort_keys=True, default=repr)
         if key not in self._observations:
@@ -352,7 +352,7 @@ class SamplePlayer:
             played.spread_reward()
 
     def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
-        """Count an observation whose text contains a control token, and log the first one in this process."""
+        """Count an observation whose text contains a control token. Log the first one in this process."""
         token = self._renderer(sample).control_token_in(observation)
         if token is None:
             return
@@ -397,12 +397,12 @@ class SamplePlayer:
         sample.num_turns += 1
 
     async def _respond(self, progress: SampleProgress, request: GenerationRequest) -> GenerationResult:
-        """Sample a response, or the rest of a response whose first part was sampled before."""
+        """Sample a response, or the rest of a response whose first part has been sampled before."""
         nothing, so_far = ResponseSoFar.nothing(), progress.so_far
         progress.request = rest_of(request, so_far)
         if progress.request.sampling.max_new_tokens > 0:
             rest = await self._generation.generate(progress.request)
-        else:  # the limits were lowered since
+        else:  # the limits were lowered after the first part
             rest = GenerationResult(nothing.token_ids, nothing.logprobs, "length", [])
         progress.request, progress.so_far = None, nothing
         return joined(so_far, rest, request.sampling.stop_strings, self._tokenizer)
@@ -426,14 +426,14 @@ def _with_stops(sampling: SamplingParams, stop_strings: list[str] | None) -> Sam
 
 
 def _remember(sample: Trajectory, metadata: Any) -> None:
-    """Store the metadata for the next turn. If it is not None, also store it for closing the episode."""
+    """Store the metadata for the next turn. If it is not None, store it for closing the episode too."""
     sample.extra_env_info = metadata
     if metadata is not None:
         sample.episode = metadata
 
 
 def _absorb(sample: Trajectory, step: StepResult) -> bool:
-    """Add a step's reward and metadata, or return False if the environment failed on the sample."""
+    """Add a step's reward and metadata. Return False if the environment failed on the sample."""
     _remember(sample, step.metadata)
     sample.answer = step.answer
     if step.error is not None or step.reward is None:
@@ -450,5 +450,5 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
 
 
 def _cut(sample: Trajectory, bound: Ending) -> None:
-    """End a sample as truncated at a limit."""
+    """End a sample that reached a limit, as truncated."""
     sample.outcome, sample.ended_by = Outcome.TRUNCATED, bound

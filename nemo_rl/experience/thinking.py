@@ -2,8 +2,8 @@
 
     tokens of a turn ─► ThinkingReader.read: tags ─► SampledTurn: blocks of thinking, final answer, tags out of place
 
-A tag is a single token of the tokenizer (Qwen3's `<think>`), or a text that may be spread over several tokens.
-Invariant: only sampled tokens are read, and the last tokens before the turn, which may contain the opening tag.
+A tag is a single token of the tokenizer (Qwen3's `<think>`), or a text that may consist of several tokens. Invariant:
+only sampled tokens are read, and the last tokens before the turn, which may contain the opening tag.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,7 +17,7 @@ from nemo_rl.config import RewardPenaltyConfig
 from nemo_rl.utils.errors import ConfigError
 
 _BEFORE = 64
-"""Number of tokens before a turn in which an opening tag is looked for. Only white space may follow the tag."""
+"""Number of tokens before a turn that are searched for an opening tag. Only white space may follow the tag."""
 
 
 class Tag(NamedTuple):
@@ -28,22 +28,22 @@ class Tag(NamedTuple):
     end: int
     """Position after the tag's last token."""
     opens: bool
-    """Whether the tag opens the thinking. If not, it closes the thinking."""
+    """True if the tag opens the thinking, False if it closes the thinking."""
 
 
 @dataclass(frozen=True)
 class TaggedTokens:
-    """Tokens, and the thinking tags among them."""
+    """Tokens with the thinking tags that they contain."""
 
     tags: Sequence[Tag]
-    """Tags in order."""
+    """Tags, in order."""
     gap: Callable[[int], str]
-    """Function that returns the text between tag i - 1 and tag i, without special tokens. For the first tag it is the
-    text before it, and for i = number of tags it is the text after the last tag."""
+    """Function that returns the text between tag i - 1 and tag i, without special tokens. For i = 0 it returns the text
+    before the first tag, and for i = number of tags the text after the last tag."""
 
 
 class ThinkingReader(Protocol):
-    """Reader that finds thinking tags."""
+    """Interface of a reader that finds thinking tags."""
 
     def read(self, token_ids: Sequence[int]) -> TaggedTokens:
         """Find the tags among tokens."""
@@ -54,14 +54,14 @@ class TokenTags:
     """Reader that finds tags that are single tokens (`ThinkingReader`)."""
 
     tokenizer: Any
-    """Decodes the texts between tags."""
+    """Tokenizer that decodes the texts between tags."""
     open_id: int
     """Token that opens the thinking."""
     close_id: int
     """Token that closes the thinking."""
 
     def read(self, token_ids: Sequence[int]) -> TaggedTokens:
-        """See `ThinkingReader.read`."""
+        """Find the tags among tokens, by their ids."""
         both = (self.open_id, self.close_id)
         tags = [Tag(at, at + 1, token == self.open_id) for at, token in enumerate(token_ids) if token in both]
         bounds = [0, *(bound for tag in tags for bound in (tag.start, tag.end)), len(token_ids)]
@@ -76,8 +76,8 @@ class TokenTags:
 class TextTags:
     """Reader that finds tags in the text of tokens (`ThinkingReader`).
 
-    Each token is decoded alone, so that it is known which tokens a tag consists of. A character that is spread over
-    several tokens may be lost. Tags have no such characters.
+    Each token is decoded separately, which shows the tokens of each tag. A character that consists of several tokens
+    may be lost, but tags have no such characters.
     """
 
     tokenizer: Any
@@ -89,7 +89,7 @@ class TextTags:
     _pieces: dict[int, str] = field(default_factory=dict, init=False)
 
     def read(self, token_ids: Sequence[int]) -> TaggedTokens:
-        """See `ThinkingReader.read`."""
+        """Find the tags among tokens, by their text."""
         pieces = [self._piece(token) for token in token_ids]
         text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
         found = sorted((*_occurrences(text, self.opening), *_occurrences(text, self.closing)))
@@ -122,22 +122,22 @@ def _occurrences(text: str, tag: str) -> list[tuple[int, int]]:
 
 class _Structure(NamedTuple):
     thinking: list[int]
-    """Numbers of the gaps between tags whose text is thinking."""
+    """Return the numbers of those texts between tags that are thinking."""
     malformed: list[tuple[int, int]]
     is_closed: bool
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """One sampled turn."""
+    """One sampled turn, with its thinking tags."""
 
     token_ids: Sequence[int]
     start: int
-    """Position of the turn's first token in the whole sequence."""
+    """Position of the turn's first token in the sequence."""
     opened: bool
     """Whether the tokens before the turn have opened the thinking."""
     tagged: TaggedTokens
-    """Tokens of the turn, and the tags among them."""
+    """Tokens of the turn, with the tags among them."""
 
     @cached_property
     def _structure(self) -> _Structure:
@@ -158,10 +158,10 @@ class SampledTurn:
 
     @property
     def malformed(self) -> list[tuple[int, int]]:
-        """First token and end of each tag that is out of place, as positions in the turn.
+        """Start and end position in the turn of each misplaced tag.
 
-        A tag is out of place if it opens thinking that is open, closes thinking that is not, or opens thinking that the
-        turn leaves open. If thinking from before the turn is not closed, the turn's last token is reported.
+        A tag is misplaced if it opens thinking that is open, closes thinking that is not open, or opens thinking that
+        never ends. If thinking from before the turn is not closed, the turn's last token is reported.
         """
         return self._structure.malformed
 
@@ -195,7 +195,7 @@ def sampled_turns(
 
     Args:
         token_ids: Tokens of the whole sequence.
-        spans: First token and end of each turn.
+        spans: Start and end position of each turn.
     """
     return [
         SampledTurn(
@@ -209,15 +209,15 @@ def sampled_turns(
 
 
 def _is_opened(before: TaggedTokens) -> bool:
-    """Return whether the tokens end with an opening tag, except for white space after the tag."""
+    """Return whether an opening tag ends the tokens, apart from white space after it."""
     return bool(before.tags) and before.tags[-1].opens and not before.gap(len(before.tags)).strip()
 
 
 def thinking_reader(config: RewardPenaltyConfig, tokenizer: Any) -> ThinkingReader:
     """Return the reader that finds the thinking tags of a configuration.
 
-    Tags are found as tokens if both token ids are known: from `token_ids`, or because the tokenizer has a token of its
-    own for a tag. If `token_ids` gives neither id and the tokenizer lacks one, tags are found as text.
+    Tags are found as tokens if both token ids are known, from `token_ids` or from a tokenizer with one token per tag.
+    If `token_ids` gives neither id and the tokenizer lacks one of the tokens, tags are found as text.
 
     Raises:
         ConfigError: A token does not exist, or one id is given and the tokenizer has no token for the other tag.

@@ -1,6 +1,6 @@
 """Define the trajectory of one sample: its messages, reward and outcome.
 
-Invariant: a failed rollout is data. Its outcome says what failed, it has no reward, and it is masked from the loss. A
+Invariant: a failed rollout is kept as data. Its outcome says what failed. It has no reward and is masked in the loss. A
 reward of zero always means that the grader returned zero.
 """
 
@@ -26,7 +26,7 @@ _NOT_STORED = ("episode", "chat", "served_by", "stored", "branch")
 
 
 class Outcome(StrEnum):
-    """The way a rollout ended."""
+    """State in which a rollout ended."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
@@ -35,18 +35,18 @@ class Outcome(StrEnum):
 
 
 class Ending(StrEnum):
-    """Cause of the end of an episode. Metrics have the share of each cause as `ended_by_<value>`."""
+    """Cause of the end of an episode. The metric `ended_by_<value>` is the share of a cause."""
 
     ENVIRONMENT = "environment"
     """The environment ended the episode."""
     MAX_TURNS = "max_turns"
-    """The limit `max_rollout_turns` was reached, and the environment had not ended the episode."""
+    """The limit `max_rollout_turns` was reached before the environment ended the episode."""
     TURN_TOKENS = "turn_tokens"
-    """Its last response was cut off at the token limit of a turn."""
+    """The last response was cut off at the token limit of a turn."""
     EPISODE_TOKENS = "episode_tokens"
-    """The limit `max_episode_tokens` cut off the last response, or leaves no token for another one."""
+    """The limit `max_episode_tokens` cut off the last response, or left no token for another one."""
     SEQUENCE_LENGTH = "sequence_length"
-    """The sequence is full: the prompt was too long, a response was cut off, or an observation did not fit."""
+    """The sequence reached its limit: by a long prompt, a response that was cut off, or a long observation."""
     FAILURE = "failure"
     """The environment raised an error, or returned a result that cannot be used."""
     ABORT = "abort"
@@ -54,7 +54,7 @@ class Ending(StrEnum):
 
 
 def is_right(reward: float | None) -> bool:
-    """Return whether a reward is above 0, so that its answer counts as right in training metrics."""
+    """Return whether a reward is above 0. Training metrics then count the answer as right."""
     return reward is not None and reward > 0
 
 
@@ -63,13 +63,13 @@ class Trajectory:
     """One sample's message log with its reward.
 
     Lengths, turns and positions refer to all conversations of the sample, concatenated: first `message_log`, then the
-    branches. Tokens that several conversations have count in each of them. Texts refer to `message_log` only.
+    branches. Tokens in several conversations are counted in each of them. Texts refer to `message_log` only.
     """
 
     group_index: int
-    """Index of the prompt in the step, from 0; samples of a group share it."""
+    """Index of the prompt in the step, from 0. Samples of a group have the same index."""
     sample_index: int
-    """Index among the prompt's generations, from 0."""
+    """Index of the sample among the prompt's samples, from 0."""
     idx: int
     """Index of the prompt in its data set."""
     task_name: str
@@ -80,7 +80,7 @@ class Trajectory:
     prompt_length: int
     """Number of tokens of `message_log` before the first response."""
     loss_multiplier: float = 1.0
-    """Weight from the data set, 0 masks the sample."""
+    """Weight from the data set. 0 masks the sample."""
     reward: float | None = None
     """Sum of the rewards of all turns. None if it could not be computed."""
     turn_rewards: list[float] = field(default_factory=list)
@@ -92,9 +92,9 @@ class Trajectory:
     penalties: dict[str, list[int]] = field(default_factory=dict)
     """For each penalty of the run, the numbers of the response turns to which it applies."""
     malformed_thinking: list[tuple[int, int]] = field(default_factory=list)
-    """First token and end of each thinking tag that is out of place, as positions in the concatenated conversations."""
+    """Start and end position of each misplaced thinking tag, in the concatenated conversations."""
     num_thinking_tokens: int | None = None
-    """Number of tokens of thinking in all turns. None if the sample was not reviewed."""
+    """Number of thinking tokens in all turns. None if the sample was not reviewed."""
     effort: str | None = None
     """Level of effort of the prompt. None in a run without levels."""
     outcome: Outcome = Outcome.FINISHED
@@ -102,40 +102,40 @@ class Trajectory:
     ended_by: Ending = Ending.ENVIRONMENT
     """Cause of the end of the episode."""
     error: str | None = None
-    """Description of what failed."""
+    """Description of the failure. None without a failure."""
     answer: str | None = None
-    """Answer the grader extracted."""
+    """Answer that the grader extracted from the text."""
     weight_versions: list[VersionSpan] = field(default_factory=list)
     """Versions of the weights that wrote the response turns. Spans start at positions in `message_log`."""
     num_turns: int = 0
     """Number of response turns."""
     num_prefix_hits: int = 0
-    """Number of later turns that were sampled by the engine that held the keys and values of their prefix."""
+    """Number of later turns that were sampled by an engine with the cached keys and values of their prefix."""
     served_by: ServedBy | None = None
     """Engine that wrote the last response turn, and the version of its weights."""
     extra_env_info: Any = None
     """The environment's metadata after the last turn."""
     episode: Any = None
-    """The last metadata of the environment that was not None. It is passed to the closing of the episode."""
+    """The environment's last metadata that was not None. Closing the episode needs it."""
     chat: Chat | None = None
-    """Messages and tools that the prompt was rendered from. None if the data does not contain them."""
+    """Messages and tools from which the prompt was rendered. None if the data does not contain them."""
     row_inputs: RowInputs | None = None
     """Inputs of the model besides the tokens. None for most data."""
     num_control_token_observations: int = 0
     """Number of observations whose texts contain control tokens."""
     agent_counts: dict[str, float] = field(default_factory=dict)
-    """Counts of events between the sample's program and the endpoint. Empty without a program."""
+    """Number of each event between the sample's program and the endpoint. Empty without a program."""
     generation_s: float = 0.0
     """Seconds spent waiting for the engine."""
     environment_s: float = 0.0
     """Seconds spent waiting for the environment."""
     stored: StoredTokens | None = None
-    """Place of tokens and texts in the object store. If None, they are in `message_log`."""
+    """Location of tokens and texts in the object store. If None, they are in `message_log`."""
     branches: list[Branch] = field(default_factory=list)
     """Further conversations of the sample."""
     branch: int | None = None
-    """In a row of a sample with branches (`rows.rows_of`), the number of its conversation, where 0 is the sample's
-    `message_log`. None for a sample."""
+    """Number of the conversation, in a row of a sample with branches (`rows.rows_of`). 0 is the sample's `message_log`.
+    None if this is a sample."""
 
     def fail(self, reason: str, *, aborted: bool = False) -> None:
         """End the sample without a reward.
@@ -150,10 +150,10 @@ class Trajectory:
         self.reward = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the data of a finished sample for training and metrics, as tensors and plain values for a checkpoint.
+        """Return a finished sample's data for training and metrics, as tensors and plain values.
 
-        The fields that only the episode needs are left out (`episode`, `chat` and `served_by`), and so is metadata of
-        the environment that a checkpoint cannot hold.
+        Fields that only the episode needs (`episode`, `chat` and `served_by`) are left out, as is environment metadata
+        that a checkpoint cannot store.
 
         Raises:
             DataError: the row has its own position rule, which is a function and cannot be stored.
@@ -187,7 +187,7 @@ class Trajectory:
 
     @property
     def conversations(self) -> list["Trajectory | Branch"]:
-        """The sample itself, as the conversation of its `message_log`, and its branches."""
+        """The conversations of the sample: the sample itself for its `message_log`, and its branches."""
         return [self, *self.branches]
 
     @property
@@ -197,7 +197,7 @@ class Trajectory:
 
     @property
     def all_weight_versions(self) -> list[VersionSpan]:
-        """The weight versions of all conversations. Each span has positions in its own conversation."""
+        """The weight versions of all conversations. Positions of each span refer to its own conversation."""
         return [span for conversation in self.conversations for span in conversation.weight_versions]
 
     @property
@@ -207,7 +207,7 @@ class Trajectory:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Total number of prompt tokens (tokens before the first response), summed over all conversations."""
+        """Number of prompt tokens (tokens before the first response), summed over all conversations."""
         return self.prompt_length + sum(branch.prompt_length for branch in self.branches)
 
     @property
@@ -217,7 +217,7 @@ class Trajectory:
 
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
-        """First token and end of each response turn, as positions in the concatenated conversations."""
+        """Start and end position of each response turn in the concatenated conversations."""
         if not self.branches:
             return spans_of_turns(self.message_log)
         spans, start = [], 0
@@ -228,7 +228,7 @@ class Trajectory:
 
     @property
     def has_reward(self) -> bool:
-        """True if the sample may enter baselines and the loss."""
+        """True if baselines and the loss may include the sample."""
         return self.reward is not None and self.loss_multiplier > 0
 
     @property
@@ -238,14 +238,14 @@ class Trajectory:
 
     @property
     def penalized_reward(self) -> float | None:
-        """The reward for training. If a penalty applies, it is at most 0, so a penalty never increases a reward."""
+        """The reward for training. A penalty limits it to at most 0, and never increases a reward."""
         return self.reward if self.reward is None else self.after_penalties(self.reward)
 
     @property
     def penalized_turn_rewards(self) -> list[float]:
         """Rewards of the turns, which sum to `penalized_reward`.
 
-        Penalties are shared equally by the offending turns, or taken from the last turn if none of these is rewarded.
+        Penalties are divided equally between the offending turns, or go to the last turn if none of these has a reward.
         """
         if self.reward is None or not self.turn_rewards or not self.is_penalized:
             return list(self.turn_rewards)
@@ -257,17 +257,17 @@ class Trajectory:
         return rewards
 
     def after_penalties(self, value: float) -> float:
-        """Return a reward, or a component of a reward, after penalties."""
+        """Return a reward, or a component of a reward, with penalties applied."""
         return min(value, 0.0) if self.is_penalized else value
 
     @property
     def response_text(self) -> str:
-        """The policy's turns as text."""
+        """The policy's turns, as text."""
         return "".join(content_text(m["content"]) for m in self.message_log if "generation_logprobs" in m)
 
     @property
     def prompt_text(self) -> str:
-        """The messages before the first response as text."""
+        """The messages before the first response, as text."""
         written = (number for number, m in enumerate(self.message_log) if "generation_logprobs" in m)
         return "".join(content_text(m["content"]) for m in self.message_log[: next(written, None)])
 
@@ -278,7 +278,7 @@ class Trajectory:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages of `turns`, but with the prompt's original messages instead of its rendered text, if known."""
+        """The messages of `turns`, with the prompt's original messages in place of its rendered text if known."""
         if self.chat is None:
             return self.turns
         first = next((n for n, m in enumerate(self.message_log) if "generation_logprobs" in m), len(self.message_log))
@@ -287,36 +287,36 @@ class Trajectory:
 
 @dataclass
 class Rollouts:
-    """Trajectories of one collection, or of several."""
+    """Trajectories of one or several collections."""
 
     trajectories: list[Trajectory]
     """Trajectories ordered by group, then sample."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics reported by environments and sources."""
+    """Metrics of environments and sources."""
 
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """Bounds of a rollout. The tokens of a single turn are bounded by `SamplingParams.max_new_tokens`."""
+    """Limits of a rollout. `SamplingParams.max_new_tokens` limits the tokens of a single turn."""
 
     max_sequence_length: int
     """Largest number of tokens of the prompt and all turns."""
     max_turns: int
     """Largest number of response turns."""
     timeout_s: float
-    """Time limit in seconds for a whole collection, or for a group that is played alone."""
+    """Time limit in seconds of a collection, or of a group that is sampled separately."""
     max_episode_tokens: int | None = None
-    """Largest number of tokens that the policy writes in all turns. None is no limit."""
+    """Largest number of tokens that the policy writes in all turns. If None, there is no limit."""
 
     def room(self, sample: Trajectory) -> int:
-        """Return the number of tokens left for a sample's next response, without the limit of a single turn."""
+        """Return the number of tokens that a sample's next response may have, without the limit per turn."""
         room = self.max_sequence_length - sample.length
         if self.max_episode_tokens is None:
             return room
         return min(room, self.max_episode_tokens - sample.response_length)
 
     def bound_of(self, sample: Trajectory) -> Ending:
-        """Return the limit that a sample has reached, given that its last response was cut off."""
+        """Return the limit that a sample reached, if its last response was cut off."""
         if sample.length >= self.max_sequence_length:
             return Ending.SEQUENCE_LENGTH
         if self.max_episode_tokens is not None and sample.response_length >= self.max_episode_tokens:

@@ -2,7 +2,7 @@
 
 `train_data_step<N>.jsonl` has one line per sample with texts, tokens, log-probabilities and advantages.
 `val_data_step<N>.jsonl` has one line per validation sample. A sample with branches has a line for each conversation,
-with the conversation's number as `branch`. Invariants: a step's file is written whole or not at all, so a resumed run
+with the conversation's number as `branch`. Invariants: an incomplete file never has its final name, and a resumed run
 overwrites the files of a killed one. A full disk does not end the run.
 """
 
@@ -33,15 +33,15 @@ _PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_p
 
 @dataclass(frozen=True)
 class ShownAnswers:
-    """Shows answers of some steps to a person who watches the run."""
+    """Show answers of some steps to a person who watches the run."""
 
     number: int
     """Number of answers per step. Half of them have the highest and half the lowest rewards."""
     period: int
-    """Number of steps from one showing to the next. The first step is shown too."""
+    """Number of steps between two steps whose answers are shown. Answers of the first step are shown too."""
 
     def show(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Log a line for each answer if it is the step's turn and standard error is a terminal."""
+        """Log a line for each answer if the step's answers are due and standard error is a terminal."""
         if (step - 1) % self.period or not is_terminal(sys.stderr):
             return
         graded = [(each.reward, each) for each in trajectories if each.reward is not None]
@@ -53,18 +53,18 @@ class ShownAnswers:
 
 
 def _in_one_line(trajectory: Trajectory) -> str:
-    """Return the ends of the last prompt and of the last answer."""
+    """Return the ends of the last prompt and the last answer in one line."""
     turns = [turn for turn in messages_of(trajectory) if str(turn.get("content"))][-_SHOWN_TURNS:]
     texts = [" ".join(str(turn["content"]).split()) for turn in turns]
     return "  ->  ".join(text if len(text) <= _SHOWN_CHARS else "..." + text[-_SHOWN_CHARS:] for text in texts)
 
 
 class TrajectoryLog:
-    """Writes trajectories below the run's log folder.
+    """Write trajectories below the run's log folder.
 
     Args:
         enabled: `logger.save_trajectories`.
-        shown: Shows answers on a terminal. If None, no answers are shown.
+        shown: Object that shows answers on a terminal. If None, no answers are shown.
     """
 
     def __init__(self, folder: Path, enabled: bool, shown: ShownAnswers | None = None):
@@ -74,7 +74,7 @@ class TrajectoryLog:
         self._output = OptionalOutput(f"Conversations in {folder}")
 
     def write_training(self, step: int, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> None:
-        """Write a training step's samples. `batch` holds their rows, one for each conversation (`rows.rows_of`)."""
+        """Write the samples of a training step. `batch` has one row for each conversation (`rows.rows_of`)."""
         if self._shown is not None:
             self._shown.show(step, trajectories)
         if not self._enabled:
@@ -82,7 +82,7 @@ class TrajectoryLog:
         self._write(f"train_data_step{step}.jsonl", _lines(rows_of(trajectories), batch))
 
     def write_validation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Write a validation's samples."""
+        """Write the samples of a validation."""
         if self._enabled:
             self._write(f"val_data_step{step}.jsonl", [_describe(t) for t in rows_of(trajectories)])
 
@@ -93,7 +93,7 @@ class TrajectoryLog:
 
 
 def _lines(trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a step. Tokens that are stored elsewhere are fetched for some rows at a time."""
+    """Yield the lines of a step. Tokens stored in other processes are fetched for a few rows at a time."""
     for start in range(0, len(trajectories), _ROWS_AT_ONCE):
         rows = BatchRows.of(batch.slice(start, start + _ROWS_AT_ONCE)).whole()
         for row, trajectory in enumerate(trajectories[start : start + _ROWS_AT_ONCE]):

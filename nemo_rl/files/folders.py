@@ -1,4 +1,4 @@
-"""Locks folders, so that two runs never write into one, and makes private folders where other users may write too."""
+"""Lock folders, so that two runs never write into one, and make private folders where other users may also write."""
 
 import errno
 import fcntl
@@ -17,10 +17,10 @@ _LOCK_FILE = ".writer.lock"
 class FolderLock:
     """A lock that allows one process to write below a folder.
 
-    Another lock of the same process is not excluded, so a process must use one lock for each folder.
+    The lock does not exclude other locks of the same process, so a process must use one lock for each folder.
 
     Args:
-        folder: the folder; it need not exist yet.
+        folder: the folder, which may be missing.
     """
 
     def __init__(self, folder: Path):
@@ -29,11 +29,11 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """True if this object holds the lock."""
+        """Whether this object holds the lock."""
         return self._descriptor is not None
 
     def acquire(self) -> bool:
-        """Take the lock without waiting, and return whether it is held now.
+        """Take the lock without waiting, and return whether this object now holds it.
 
         The result is False if another process holds the lock, or if the folder is missing or read-only. On a file
         system without locks the result is True, with a warning.
@@ -73,15 +73,15 @@ _WHOLE_MAP = ["0", "0", "4294967295"]
 def require_own(folder: Path, advice: str) -> Path:
     """Create a folder for this user alone (mode 0700), or check an existing one.
 
-    An existing folder of this user that others may read is made private. One to which others may write is refused,
-    because its content may be theirs.
+    An existing folder of this user that others may read is made private. An existing folder to which others may write
+    is refused, because its content may be theirs.
 
     Args:
         folder: the folder; missing parents are created too.
         advice: last sentence of the error: what to do instead.
 
     Raises:
-        ConfigError: it is a link or no folder, belongs to another user, or others may write to it or replace it.
+        ConfigError: it is a link or not a folder, belongs to another user, or others may write to it or replace it.
     """
     folder = Path(os.path.realpath(folder.parent)) / folder.name
     folder.parent.mkdir(parents=True, exist_ok=True)

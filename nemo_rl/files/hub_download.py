@@ -1,8 +1,8 @@
-"""Downloads files of a repository of the Hugging Face hub, with a bar or log lines that say how much has arrived.
+"""Download files of a repository of the Hugging Face hub, with a bar or log lines that show the progress.
 
 `huggingface_hub` does the work: its cache, its locks between processes, its attempts (a broken connection is continued
-where it broke), and its deadlines (`HF_HUB_DOWNLOAD_TIMEOUT` seconds without a byte). Invariant: nothing is asked of
-the hub for files of a commit that are in the cache.
+where it broke), and its deadlines (`HF_HUB_DOWNLOAD_TIMEOUT` seconds without a byte). Invariant: files of a commit that
+are in the cache cause no request to the hub.
 """
 
 import io
@@ -38,7 +38,7 @@ def download(
         patterns: names of files, or patterns for them; a file that none matches is left out.
         ignored: names or patterns of files that are left out even if a pattern matches.
         kind: kind of the repository.
-        revision: branch, tag or commit; None takes the newest commit.
+        revision: branch, tag or commit, or None for the newest commit.
 
     Returns:
         Folder of the commit in the cache.
@@ -75,9 +75,9 @@ def download(
 def one_download(name: str) -> Iterator[None]:
     """Run a block while no other process that uses the same cache runs it for the same repository.
 
-    The ranks of a machine start at the same time. One of them asks the hub and downloads, and the others find the files
-    in the cache afterwards; otherwise thousands of ranks would ask the hub within seconds, and it limits requests. The
-    wait ends when the process that has the lock ends; a worker's start has the deadline `cluster.timeouts.setup_s`.
+    The ranks of a machine start at the same time. One of them downloads, and the others then find the files in the
+    cache. Without the lock, thousands of ranks would ask the hub within seconds, and the hub limits requests. The wait
+    ends when the process that has the lock ends; a worker's start has the deadline `cluster.timeouts.setup_s`.
 
     Args:
         name: id of the repository.
@@ -86,7 +86,7 @@ def one_download(name: str) -> Iterator[None]:
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
-    except OSError:  # a cache that cannot be written gets no files either
+    except OSError:  # no file can be stored in a cache that cannot be written
         yield
         return
     with WeakFileLock(lock):
@@ -94,7 +94,7 @@ def one_download(name: str) -> Iterator[None]:
 
 
 def _files(name: str, wanted: dict[str, Any]) -> list[DryRunFileInfo] | None:
-    """Return the answers of the hub and the cache on the wanted files, or None if the hub cannot be asked."""
+    """Return the hub's and the cache's answers about the wanted files, or None if the hub cannot be asked."""
     try:
         return snapshot_download(name, **wanted, dry_run=True, tqdm_class=_bars_of([]))
     except DryRunError:
@@ -102,9 +102,9 @@ def _files(name: str, wanted: dict[str, Any]) -> list[DryRunFileInfo] | None:
 
 
 def _download(name: str, wanted: dict[str, Any], what: str, num_bytes: int | None) -> Path:
-    """Download in a thread, and show meanwhile how many megabytes have arrived."""
+    """Download in a thread, and meanwhile show how many megabytes have arrived."""
     bars: list[tqdm] = []
-    # Bytes that are received and bytes that are written have a bar each.
+    # Received bytes and written bytes each have a bar.
     total = None if num_bytes is None else -(-num_bytes // _MEGABYTE)
     with StillWaiting(what, "MB have arrived", lambda: _arrived_megabytes(bars), total, "MB") as progress:
         return Path(progress.during(lambda: snapshot_download(name, **wanted, tqdm_class=_bars_of(bars))))
@@ -115,10 +115,10 @@ def _arrived_megabytes(bars: Sequence[tqdm]) -> int:
 
 
 def _bars_of(bars: list[tqdm]) -> type[tqdm]:
-    """Return a class of bars that show nothing and that add themselves to `bars` if they count bytes."""
+    """Return a class of bars that show nothing, and that add themselves to `bars` if they count bytes."""
 
     class Silent(tqdm):
-        """A bar that only counts."""
+        """Bar that only counts."""
 
         monitor_interval = 0
 

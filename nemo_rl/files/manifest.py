@@ -1,4 +1,4 @@
-"""Stores the checksums of a folder's files, and finds files that have changed since.
+"""Store the checksums of a folder's files, and find files that have changed since.
 
 CRC-32 detects disk errors and interrupted copies (1.4 GiB/s per thread, several files at a time); it does not protect
 against deliberate changes. Invariant: the manifest is the last file written into a folder.
@@ -29,7 +29,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def replace_file(folder: Path, name: str, text: str) -> None:
-    """Replace a file in a folder that has a manifest or none yet, and keep the folder undamaged at each moment.
+    """Replace a file in a folder with or without a manifest, and keep the folder undamaged at each moment.
 
     A crash before the end leaves a manifest without this file, which then counts as unchecked.
 
@@ -66,7 +66,7 @@ def find_damage(folder: Path, below: str = "") -> list[str] | None:
 
     Args:
         folder: folder that `write_manifest` described.
-        below: check only files whose names start with this.
+        below: check only files whose names start with this text.
 
     Raises:
         CheckpointError: the manifest cannot be read.

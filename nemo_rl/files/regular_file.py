@@ -1,7 +1,7 @@
-"""Reads files that others may have put into a folder, and refuses all but regular files.
+"""Read files that others may have put into a folder, and refuse all but regular files.
 
 A named pipe, a socket or a terminal would keep its reader waiting forever, and a device has no end. Invariant: nothing
-here waits for another process, whatever the path leads to.
+here waits for another process, for any kind of file.
 """
 
 import errno
@@ -25,7 +25,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file, or a link to one, for reading bytes.
 
     Raises:
-        OSError: the path does not exist, cannot be read, or is something else.
+        OSError: the path does not exist, cannot be read, or is not a regular file.
     """
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -47,7 +47,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
     Raises:
         OSError: as `open_regular`.
-        UnicodeDecodeError: the file is no UTF-8 text.
+        UnicodeDecodeError: the file is not UTF-8 text.
     """
     return read_bytes(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
@@ -70,10 +70,10 @@ def require_regular_files(folder: str | os.PathLike[str], suffixes: Iterable[str
 
     Args:
         folder: the folder, with everything below it; a folder that does not exist is accepted.
-        suffixes: ends of the names to look at; none: all files.
+        suffixes: ends of the names of files to check. If empty, all files are checked.
 
     Raises:
-        OSError: a path below it is something else.
+        OSError: a path in it is neither a regular file nor a folder.
     """
     ends = tuple(suffixes)
     for number, path in enumerate(_files_below(str(folder))):

@@ -1,4 +1,4 @@
-"""Reads torch distributed checkpoints (`.metadata`, `*.distcp`) without executing anything they contain.
+"""Read torch distributed checkpoints (`.metadata`, `*.distcp`) without executing anything they contain.
 
 torch reads `.metadata` with pickle and objects between the tensors with `torch.load(weights_only=False)`. Both run code
 that the files name, and Megatron Core reads its folders through the same two functions. Invariant: within
@@ -38,7 +38,7 @@ _DAMAGED = (
 
 
 def _path(*parts: str) -> PurePath:
-    """Make a path that fits any system, because nothing here uses the place where the checkpoint was written."""
+    """Make a path that fits any system, because the path where the checkpoint was written is not used here."""
     return PurePosixPath(*parts)
 
 
@@ -59,7 +59,7 @@ _ALLOWED = _allowed()
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that knows only the classes of a checkpoint's metadata."""
+    """Unpickler that accepts only the classes of a checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that the pickle names."""
@@ -173,8 +173,8 @@ def only_plain_values() -> Iterator[None]:
     """Make torch's checkpoint readers, which Megatron Core calls too, refuse values that would execute code.
 
     The folder's metadata must be read with `read_metadata` first, because `torch.distributed.checkpoint.load` hides the
-    reason if it cannot be read. Torch has no setting for this, so three of its methods are replaced within the context:
-    in this process, for one thread at a time.
+    reason if it cannot be read. Torch has no setting for this, so the context replaces three of its methods, in this
+    process and for one thread at a time.
     """
     with _TURN:
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in _READERS]

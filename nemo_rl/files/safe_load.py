@@ -1,4 +1,4 @@
-"""Reads files of `torch.save` that hold tensors and plain values, without executing anything they contain."""
+"""Read files of `torch.save` that hold tensors and plain values, without executing anything they contain."""
 
 import pickle
 import re

@@ -1,4 +1,4 @@
-"""Writes files atomically, and writes output that training does not depend on."""
+"""Write files atomically, and writes output that training does not depend on."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ def write_atomically(path: Path, content: str | Iterable[str]) -> None:
 
     Args:
         path: the file; its folder exists.
-        content: the text, or its parts in order, which need not fit into memory together.
+        content: the text, or its parts in order, which together may be larger than the memory.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class OptionalOutput:
-    """One destination whose failures cause a single warning.
+    """Destination of output whose failures cause a single warning.
 
     Args:
         name: name of the destination in the warning.
-        failures: errors that mean that it could not be written.
+        failures: errors that are raised if the destination cannot be written.
     """
 
     def __init__(self, name: str, failures: tuple[type[Exception], ...] = (OSError,)):
@@ -46,7 +46,7 @@ class OptionalOutput:
             yield
         except self._failures as error:
             if not self._has_warned:
-                self._has_warned = True  # before the warning, which the log of a run writes to its own output
+                self._has_warned = True  # before the warning, which the run's log writes to its own output
                 logger.warning(
                     "%s cannot be written: %s. Training continues; this output is incomplete.", self._name, error
                 )

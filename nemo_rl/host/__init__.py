@@ -1,1 +1,1 @@
-"""The machine that a process runs on: its cores, memory, devices, disk space, signals and time limits."""
+"""Describe the machine that a process runs on: cores, memory, devices, disk space, signals and time limits."""

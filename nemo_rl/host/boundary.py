@@ -1,7 +1,7 @@
-"""Runs code that is not this library's and may raise errors of any kind, never end, or need its own thread.
+"""Run code of others, which may raise errors of any kind, never end, or need its own thread.
 
-Only this file catches `Exception` and `BaseException`; `tests/unit/test_architecture.py` lists the exceptions to that.
-Invariant: a cancellation of the task that runs is never caught.
+Only this file catches `Exception` and `BaseException`; `tests/unit/test_architecture.py` lists the exceptions to this
+rule. Invariant: a cancellation of the task that runs is never caught.
 """
 
 import signal
@@ -30,7 +30,7 @@ class Boundary[E: BaseException]:
     """
 
     kind: type[E]
-    """`Exception`; or `BaseException` for code that may also exit or cancel, as the user's own code can."""
+    """`Exception`, or `BaseException` for code that may also exit or cancel."""
     _error: E | None = None
 
     def __enter__(self) -> Self:
@@ -46,14 +46,14 @@ class Boundary[E: BaseException]:
         return self._error is not None
 
     def take(self) -> E:
-        """Return the error that was caught, and forget it, because it refers to the variables of the whole block."""
+        """Return the caught error and remove it from this object, because it refers to all variables of the block."""
         error, self._error = self._error, None
         assert error is not None, "the block has raised nothing"
         return error
 
 
 def _cancels_the_task(error: BaseException) -> bool:
-    """Return whether an error cancels the running task, and is not one that the user's code has raised."""
+    """Return whether an error cancels the running task, rather than being raised by the user's code."""
     asyncio = sys.modules.get("asyncio")  # slow to import, and the command line imports this file
     if asyncio is None or not isinstance(error, asyncio.CancelledError):
         return False
@@ -84,7 +84,7 @@ def in_background[T](call: Callable[[], T], name: str) -> Future[T]:
     future: Future[T] = Future()
 
     def run() -> None:
-        with Boundary(BaseException) as caught:  # whoever asks for the result gets the error
+        with Boundary(BaseException) as caught:  # the caller who waits for the result gets the error
             result = call()
         if caught:
             future.set_exception(caught.take())

@@ -1,4 +1,4 @@
-"""Measures what this machine has for a run: cores and memory within the limits of its control group, and disk space."""
+"""Measure cores and memory of this machine, within the limits of its control group, and free disk space."""
 
 import errno
 import math
@@ -32,7 +32,7 @@ def machine_bytes() -> int:
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = tuple(os.strerror(code) for code in _FULL)
 _NOTHING_BYTES = 1 << 20
-"""With fewer free bytes only a checkpoint's smallest files fit."""
+"""Number of free bytes below which only a checkpoint's smallest files fit."""
 
 
 def free_bytes(folder: Path) -> int:
@@ -45,8 +45,8 @@ def free_bytes(folder: Path) -> int:
 def is_disk_full(error: BaseException, free: int) -> bool:
     """Return whether a write failed for lack of space.
 
-    Some libraries report it with their own error, or not at all (`torch.save`: "unexpected pos"). So the free bytes at
-    the time of the failure count too.
+    Some libraries report a full disk with their own error, or not at all (`torch.save`: "unexpected pos"). So the free
+    bytes at the time of the failure also decide.
 
     Args:
         error: the error that ended the write.

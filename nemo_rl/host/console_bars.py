@@ -1,9 +1,9 @@
-"""Shows progress bars with the time left on a terminal: one live display of this process, a line for each bar.
+"""Show progress bars with the remaining time on a terminal, in one live display with a line for each bar.
 
-Nothing is shown if stderr is no terminal, or a terminal that cannot move its cursor (TERM=dumb); `waiting_log` then
+Nothing is shown if stderr is not a terminal, or a terminal that cannot move its cursor (TERM=dumb); `waiting_log` then
 logs lines. Log records appear above the bars, because the display replaces `sys.stderr` while it is live. Invariant:
-the display never hides the cursor, so a process that is killed leaves the terminal as it was; and an error of the
-terminal (it was closed) is never raised. A forked child has no display.
+the display never hides the cursor, so a killed process leaves the terminal unchanged. Errors of a closed terminal are
+never raised. A forked child has no display.
 """
 
 import os
@@ -23,11 +23,11 @@ def shows_bars() -> bool:
 
 
 class Bar:
-    """One line of the display, which does nothing without a terminal.
+    """One line of the display. Without a terminal it does nothing.
 
     Args:
         title: name of the work.
-        total: number of its parts; None: not known.
+        total: number of its parts, or None if it is not known.
     """
 
     def __init__(self, title: str, total: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Describes the accelerator on which a rank runs.
+"""Describe the accelerator on which a rank runs.
 
 All other code asks a `Device` for its torch device, collective backend and memory, so one code path serves CPU and
 CUDA. Invariant: the string "cuda" does not appear outside this file, weight_sync and the backend folders.
@@ -32,7 +32,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """True if ranks own a GPU."""
+        """Whether ranks own a GPU."""
         return self.kind == "cuda"
 
     @property
@@ -86,7 +86,7 @@ def free_cache(device: torch.device) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor to a device without waiting: a GPU copies it from page-locked memory, in stream order."""
+    """Send a tensor to a device without waiting. A GPU copies the tensor from page-locked memory, in stream order."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -120,7 +120,7 @@ def gpu_count() -> int:
 
 
 def allocator_settings(own: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return the variable that sets torch's allocators, which is the first that has a value, and its value.
+    """Return the variable that sets torch's allocators, which is the first one with a value, and its value.
 
     Args:
         own: variables that a process gets besides, or instead of, those of this process.
@@ -134,9 +134,9 @@ def exact_page_locking(own: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that keeps torch from rounding larger page-locked tensors up to a power of two bytes.
 
     Args:
-        own: see `allocator_settings`; other settings of the allocators, there or in this process, are kept.
+        own: as in `allocator_settings`. Other settings of the allocators, in `own` or in this process, are kept.
     """
     name, settings = allocator_settings(own)
-    if _ROUNDS_UP_TO in settings or Version(torch.__version__) < Version("2.13"):  # older ones refuse the setting
+    if _ROUNDS_UP_TO in settings or Version(torch.__version__) < Version("2.13"):  # older versions refuse the setting
         return {}
     return {name: ",".join(filter(None, (settings, f"{_ROUNDS_UP_TO}:{_ROUNDED_MB}")))}

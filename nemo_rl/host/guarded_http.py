@@ -1,10 +1,10 @@
-"""Serves HTTP to clients that may be hostile: deadlines for requests, and a limit of connections.
+"""Serve HTTP to clients that may be hostile: deadlines for requests, and a limit of connections.
 
     connection made ─► unknown ─── its client proves who it is ──► known
                           └─ the oldest is closed for a newer one, if there are too many
 
 Invariants: a connection has `HEADER_S` seconds for each header of a request, from its start or from the end of the
-request before; clients that have proved nothing never keep others out, and never use up the process's files.
+request before; clients without a proved identity never keep others out, and never use up the process's files.
 """
 
 import asyncio
@@ -23,33 +23,33 @@ type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 type Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 HEADER_S = 10.0
-"""Seconds for the header of a request."""
+"""Time limit in seconds for the header of a request."""
 MOST_HEADER_BYTES = 65536
-"""Bytes after which nothing more of a header is read."""
+"""Largest number of bytes that are read of a header."""
 MOST_UNKNOWN = 256
-"""Connections at the same time whose clients have proved nothing."""
+"""Largest number of simultaneous connections whose clients have not proved their identity."""
 MOST_OF_ONE = 192
-"""Connections at the same time of one known client, unless the client may have more."""
+"""Largest number of simultaneous connections of one known client, unless the client may have more."""
 _RESERVE = 256
-"""Files that the process can always open besides its connections."""
+"""Number of files that the process can always open besides its connections."""
 _BACKLOG = 128
-"""Connections that are accepted at once, which must be fewer than `_RESERVE`."""
+"""Number of connections that are accepted at once, which must be less than `_RESERVE`."""
 
 
 @dataclass(eq=False)
 class _Line:
-    """A connection of a client."""
+    """Connection of a client."""
 
     transport: asyncio.Transport
     """Transport of the connection."""
     owner: object | None = None
-    """Identity that the client has proved; None if it has proved none yet."""
+    """Identity that the client has proved, or None if it has proved none yet."""
     header_bytes: int = 0
-    """Bytes since the end of the last request."""
+    """Number of bytes since the end of the last request."""
     requests: int = 0
-    """Requests that are being answered."""
+    """Number of requests that are being answered."""
     deadline: asyncio.TimerHandle | None = None
-    """Closes the connection if no header arrives."""
+    """Timer that closes the connection if no header arrives."""
 
     def wait_for_header(self) -> None:
         """Close the connection unless a request begins in time."""
@@ -58,7 +58,7 @@ class _Line:
         self.deadline = asyncio.get_running_loop().call_later(HEADER_S, self.transport.abort)
 
     def stop_waiting(self) -> None:
-        """Forget the deadline."""
+        """Cancel the deadline of the header."""
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
@@ -66,10 +66,10 @@ class _Line:
 
 @dataclass
 class ConnectionGuard:
-    """The connections of one server."""
+    """Connections of one server."""
 
     refused: int = 0
-    """Connections that were closed because there were too many."""
+    """Number of connections that were closed because there were too many."""
     _lines: dict[object, _Line] = field(default_factory=dict)
     """Open connections by the address of the client."""
     _owned: Counter[object] = field(default_factory=Counter)
@@ -87,7 +87,7 @@ class ConnectionGuard:
         guard = self
 
         class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # a variable that holds a class
-            """A connection that asks the guard."""
+            """Connection that asks the guard."""
 
             def connection_made(self, transport: asyncio.Transport) -> None:
                 self._line = guard._open(transport)
@@ -119,7 +119,7 @@ class ConnectionGuard:
         return uvicorn.Server(config)
 
     def recognise(self, scope: Scope, owner: object, most: int = MOST_OF_ONE) -> bool:
-        """Note who the client of a request is.
+        """Store the identity of a request's client.
 
         Args:
             scope: of the request.
@@ -142,7 +142,7 @@ class ConnectionGuard:
         return True
 
     def close(self, owner: object) -> None:
-        """Close connections of a client on which answers are still open, once the client has no right to them."""
+        """Close the connections of a client without rights on which answers are still open."""
         for line in list(self._lines.values()):
             if line.owner is owner and line.requests:
                 line.transport.abort()
@@ -219,7 +219,7 @@ def _most_unknown() -> int:
 
 
 def _is_scarce(transport: asyncio.Transport) -> bool:
-    """Return whether the process can open few more files: a new one gets the lowest number that is free."""
+    """Return whether the process can open few more files. A new file gets the lowest free number."""
     most = _most_files()
     number = transport.get_extra_info("socket").fileno()
     return bool(number >= most - min(_RESERVE, most // 2))

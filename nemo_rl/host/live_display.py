@@ -1,4 +1,4 @@
-"""Draws the bars of `console_bars` with rich, which is imported only where there is a terminal.
+"""Draw the bars of `console_bars` with rich, which is imported only where there is a terminal.
 
 While the display is live, `sys.stderr` is rich's, which prints above the bars, and so is `sys.stdout` if it is a
 terminal. Handlers of `logging` that hold the real streams get rich's until the display ends. Invariant: what a program
@@ -30,11 +30,11 @@ _REDRAWS_PER_SECOND = 1
 _SPEED_OVER_S = 86400.0
 """Seconds over which the speed is averaged to estimate the time left. With few, slow steps would have no estimate."""
 _NARROW = 60
-"""Columns below which a bar shows only the time left."""
+"""Number of columns below which a bar shows only the remaining time."""
 
 
 class _Console(Console):
-    """A console that leaves the cursor visible."""
+    """Console that leaves the cursor visible."""
 
     def show_cursor(self, show: bool = True) -> bool:
         """Do nothing."""
@@ -42,7 +42,7 @@ class _Console(Console):
 
 
 class LiveDisplay:
-    """The live display, which exists while there is a bar."""
+    """Live display, which exists as long as there is a bar."""
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
@@ -68,7 +68,7 @@ class LiveDisplay:
                 self._progress.update(bar, completed=done, total=total)
 
     def remove(self, bar: TaskID) -> None:
-        """Remove a bar, and with the last bar the display."""
+        """Remove a bar. With the last bar, also remove the display."""
         with self._guard:
             if self._progress is None:
                 return
@@ -88,7 +88,7 @@ class LiveDisplay:
             self._restore()
 
     def _restore(self) -> None:
-        """Put the real streams back in place of the display's streams."""
+        """Replace the display's streams by the real streams."""
         for name, (stream, shown) in self._replaced.items():
             if getattr(sys, name) is shown:
                 setattr(sys, name, stream)
@@ -97,7 +97,7 @@ class LiveDisplay:
 
 
 def _hand_over(before: Any, after: Any) -> None:
-    """Let handlers of `logging` that write to one stream write to another."""
+    """Redirect handlers of `logging` from one stream to another."""
     if before is after or before is None:
         return
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]

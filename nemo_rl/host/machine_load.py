@@ -1,6 +1,6 @@
-"""Measures how busy this machine is: processors, memory, the processes below one process, and GPUs.
+"""Measure the load of this machine: processors, memory, the processes below one process, and GPUs.
 
-Invariant: what cannot be measured here is left out; no reading raises.
+Invariant: values that cannot be measured are left out, and no reading raises an error.
 """
 
 import os
@@ -25,7 +25,7 @@ def query_gpus(*fields: str, timeout_s: float = 5.0) -> list[list[str]]:
 
     Args:
         fields: names of the values; only the first one may contain commas.
-        timeout_s: seconds to wait for an answer.
+        timeout_s: time limit in seconds for the answer.
     """
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
@@ -93,7 +93,7 @@ class MachineLoad:
         busy_before, total_before = self._busy
         self._busy = (total - idle, total)
         passed = total - total_before
-        # Some kernels let the counter of idle time go back a little.
+        # On some kernels, the counter of idle time may decrease a little.
         return {"cpu_util": 100 * max(0.0, total - idle - busy_before) / passed} if passed > 0 else {}
 
     def _processes(self) -> dict[str, float]:
@@ -132,7 +132,7 @@ def _processor_seconds(pid: int) -> float | None:
 
 
 def _gpus() -> dict[str, float]:
-    """Return the load of each GPU without values that it does not report, such as a MIG instance's."""
+    """Return the load of each GPU without values that the GPU does not report, such as those of a MIG instance."""
     found: dict[str, float] = {}
     names = {"util": 1.0, "mem_gb": 1024.0, "mem_total_gb": 1024.0}
     for index, *values in query_gpus("index", "utilization.gpu", "memory.used", "memory.total"):

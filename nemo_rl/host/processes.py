@@ -1,4 +1,4 @@
-"""Reads the state of processes, ends what a process has started, and sets the rules of helper processes.
+"""Read the state of processes, end the processes that a process has started, and set the rules of helper processes.
 
 A helper process ends with its parent, and its memory and time have limits.
 """
@@ -37,12 +37,12 @@ def state_of(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether SIGSTOP has stopped a process on this machine: it does nothing until it is continued."""
+    """Return whether SIGSTOP has stopped a process on this machine, which then waits until it is continued."""
     return state_of(pid) == "T"
 
 
 def end_descendants(pid: int) -> None:
-    """Send SIGKILL to all processes below a process of this machine, also to processes that start meanwhile."""
+    """Send SIGKILL to all descendants of a process of this machine, including processes that start in the meantime."""
     while below := descendants(pid):
         for each in below:
             try:
@@ -53,7 +53,7 @@ def end_descendants(pid: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the running processes below a process, without zombies, or an empty list if it has ended."""
+    """Return the running descendants of a process, without zombies, or an empty list if the process has ended."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -71,7 +71,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory that a process has to itself, without shared pages, or 0 if it has ended."""
+    """Return the memory in bytes that a process does not share with others, or 0 if it has ended."""
     try:
         resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
     except OSError:
@@ -84,7 +84,7 @@ _MOST_ANSWER_BYTES = 2**20
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends, or exit immediately if it has ended already."""
+    """Ask the kernel for SIGKILL when the parent ends. Exit immediately if the parent has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -135,7 +135,7 @@ def call_in_child(work: Callable[[], Any], *, seconds: float, memory_mb: int, wh
 
 
 def _answer(work: Callable[[], Any], writing: int, parent: int, seconds: float, memory_mb: int) -> None:
-    """Do the work of `call_in_child` in the child and end it, so that none of the parent's code runs on."""
+    """Do the work of `call_in_child` in the child and end the child, so that it runs no further code of the parent."""
     try:
         die_with_parent(parent)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -179,7 +179,7 @@ def import_path() -> tuple[str, list[str]]:
     """
     try:
         current = os.getcwd()
-    except FileNotFoundError:  # the current folder does not exist any more
+    except FileNotFoundError:  # the current folder no longer exists
         current = ""
     known = [entry for entry in sys.path if entry]
     return os.pathsep.join(entry for entry in known if entry != current), [entry for entry in known if entry == current]

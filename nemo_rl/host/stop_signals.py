@@ -54,7 +54,7 @@ def _leave_with(status: int, said: str, number: int, frame: FrameType | None) ->
 def leave_in_order() -> None:
     """Let the first stop signal end this program with status 128 + its number, after its `finally` blocks.
 
-    Later signals are ignored, so that they do not interrupt these blocks. Only in the main thread.
+    Later signals are ignored, so that they do not interrupt these blocks. Call it only in the main thread.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -68,7 +68,7 @@ def leave_in_order() -> None:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Restore the handlers of stop signals after a block, even if a library replaced them below Python."""
+    """Restore the handlers of stop signals after a block, even if a library replaced them in C code."""
     before = _handlers()
     try:
         yield
@@ -102,10 +102,10 @@ def in_notebook() -> bool:
 
 
 class DeferredSignals:
-    """Records the first stop signal between `start` and `stop`, instead of ending the process.
+    """Record the first stop signal between `start` and `stop`, instead of ending the process.
 
     A second signal, or the first one again when the grace time is over, goes to the previous handler. Python handles
-    signals only in the main thread; in other threads, and in notebooks, this does nothing.
+    signals only in the main thread; in other threads and in notebooks, this class does nothing.
 
     Args:
         grace_s: seconds from the first signal within which the safe point must be reached.
@@ -114,7 +114,7 @@ class DeferredSignals:
 
     def __init__(self, grace_s: float, promise: str) -> None:
         self.received: signal.Signals | None = None
-        """The first signal; None if there was none."""
+        """First signal, or None if there was none."""
         self._grace_s = grace_s
         self._promise = promise
         self._received_at = 0.0

@@ -1,4 +1,4 @@
-"""Shows the progress of a long wait, so that a working run does not seem to hang.
+"""Show the progress of a long wait, so that a working run does not seem to hang.
 
 On a terminal the wait has a bar with the time left; elsewhere a line is logged now and then.
 """
@@ -16,21 +16,21 @@ from nemo_rl.host.console_bars import Bar, shows_bars
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 30.0
-"""Seconds between two lines about one wait."""
+"""Number of seconds between two log lines about one wait."""
 SHOWN_AFTER_S = 1.0
-"""Seconds after which a wait gets a bar."""
+"""Number of seconds after which a wait gets a bar."""
 _LOOK_EVERY_S = 0.5
 
 
 class StillWaiting:
-    """One wait, during which the caller calls `look` at least once a second, as a context manager that removes its bar.
+    """One wait, during which the caller calls `look` at least once a second. The context manager removes its bar.
 
     Args:
         what: name of the work that is waited for.
-        state: what is true of the finished parts, for example "workers have answered".
-        done: returns the number of finished parts; None if the work has no parts.
-        total: number of parts; None: not known.
-        unit: name of the parts, for the title of the bar; "": the title needs none.
+        state: state of the finished parts, for example "workers have answered".
+        done: function that returns the number of finished parts, or None if the work has no parts.
+        total: number of parts, or None if it is not known.
+        unit: name of the parts for the title of the bar, or "" for none.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StillWaiting:
             self._bar.show(self._done())
 
     def _described(self, now: float) -> str:
-        """Return the finished parts, and an estimate of the rest if some parts are finished."""
+        """Return the finished parts, and an estimate of the remaining time if some parts are finished."""
         if self._done is None:
             return self._state
         done = self._done()

@@ -1,1 +1,1 @@
-"""Ready-made environments beyond mathematics: tools, code, judges, games, and environments of other libraries."""
+"""Environments beyond mathematics: tools, code, judges, games, and environments of other libraries."""

@@ -1,1 +1,1 @@
-"""Command line of a run, the checks before it starts, and its dry run, on top of all algorithms and evaluation."""
+"""Define the command line of a run, the checks before it starts, and its dry run, for all algorithms and evaluation."""

@@ -1,4 +1,4 @@
-"""Lists the checks before a run starts, the cheapest first, for a run, `--dry-run` and `nemo_rl doctor`.
+"""List the checks before a run starts, the cheapest first, for a run, `--dry-run` and `nemo_rl doctor`.
 
     a run       makes those of the moments FIRST and LIBRARIES (`make_checks`); `setup` of its algorithm makes the
                 others, by the same functions, with the tokenizer, the data and the folders that it opens
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def logs_of_library() -> Iterator[list[logging.LogRecord]]:
-    """Collect the library's log lines in a block, and keep them from the console and from enclosing collections."""
+    """Collect the library's log lines in a block, and hide them from the console and from outer collections."""
     library = logging.getLogger("nemo_rl")
     records: list[logging.LogRecord] = []
     before = library.handlers, library.propagate
@@ -63,7 +63,7 @@ def logs_of_library() -> Iterator[list[logging.LogRecord]]:
 
 
 class _Collector(logging.Handler):
-    """Stores records."""
+    """Handler that stores records."""
 
     def __init__(self, records: list[logging.LogRecord]) -> None:
         super().__init__()
@@ -107,31 +107,31 @@ class Moment(Enum):
     """The time at which a run makes a check."""
 
     FIRST = auto()
-    """Before anything large is imported."""
+    """Before large libraries are imported."""
     LIBRARIES = auto()
-    """Once torch may be imported."""
+    """As soon as torch may be imported."""
     SETUP = auto()
-    """In `setup` of the algorithm, with the parts that it builds."""
+    """During `setup` of the algorithm, with the parts that it builds."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The run that is checked."""
+    """Configuration and devices of the checked run."""
 
     config: RunConfig
-    """A checked configuration."""
+    """Checked configuration."""
     gpu_bytes: float | None = None
-    """Memory of the smallest GPU, as measured; None: that of this machine's GPUs."""
+    """Measured memory of the smallest GPU, or None for that of this machine's GPUs."""
     host_bytes: float | None = None
-    """Memory of the smallest machine, as measured; None: that of this machine."""
+    """Measured memory of the smallest machine, or None for that of this machine."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """The result of a check that raised nothing."""
+    """Result of a check that raised no error."""
 
     found: str
-    """The text of the finding."""
+    """Text of the finding."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Measured values by name with unit."""
 
@@ -143,7 +143,7 @@ class RunCheck:
     name: str
     """Name in reports."""
     look: Callable[[Request], Passed]
-    """Makes the check; raises the run's own error."""
+    """Function that makes the check. It raises the run's own error."""
     moment: Moment = Moment.SETUP
     """Time at which a run makes the check."""
     of_machine: bool = False
@@ -151,17 +151,17 @@ class RunCheck:
     reads_data: bool = False
     """Whether the check reads tokenizers or data, which may have to be downloaded."""
     skipped: Callable[[RunConfig], str] = lambda config: ""
-    """Returns why the check does not apply to a configuration, or an empty text if it does apply."""
+    """Function that returns why the check does not apply to a configuration, or an empty text if it applies."""
     advice: str = ""
     """Advice on an error of the check, in addition to the advice in the error's message."""
     deadline_s: float = 60.0
-    """Seconds after which the doctor gives up."""
+    """Time limit of the check in seconds in the doctor."""
     needs: tuple[str, ...] = ()
     """Names of checks that must not have failed."""
 
 
 def make_checks(config: RunConfig, moment: Moment, without: Collection[str] = ()) -> None:
-    """Make the checks of one moment of a run, except those named in `without`, whose parts a program passes.
+    """Make the checks of one moment of a run, except the checks in `without`, whose parts a program passes.
 
     Raises:
         ConfigError: the run cannot start; raised by the first check that fails.
@@ -180,13 +180,13 @@ def check_devices(request: Request) -> Passed:
 
 
 def check_installed_packages(request: Request) -> Passed:
-    """Find the packages of engines and training backends."""
+    """Check that the packages of engines and training backends are installed."""
     check_packages(request.config)
     return Passed("those of the engines and training backends are installed")
 
 
 def check_ray(request: Request) -> Passed:
-    """Find out whether the cluster answers, or Ray can start on this machine."""
+    """Check that the cluster answers, or that Ray can start on this machine."""
     if cluster_address() is None:
         require_startable_ray()
         return Passed(f"it can start in {ray_folder()}")
@@ -203,7 +203,7 @@ def check_logs(request: Request) -> Passed:
 
 
 def check_model_names(request: Request) -> Passed:
-    """Find models and tokenizers in a folder, in the hub's cache, or on the hub."""
+    """Check that models and tokenizers exist in a folder, in the hub's cache, or on the hub."""
     check_reachable_models(request.config)
     return Passed(", ".join(dict.fromkeys(model.model_name for _, _, model in request.config.model_keys())))
 
@@ -257,7 +257,7 @@ def check_parts(request: Request) -> Passed:
 
 
 def check_memory(request: Request) -> Passed:
-    """Compare the predicted memory of each model's ranks with the GPUs or machines.
+    """Compare the predicted memory of each model's ranks with the memory of the GPUs or machines.
 
     The check fails if the run would refuse to start; a configuration that probably does not fit is a warning.
     """

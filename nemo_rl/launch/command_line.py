@@ -30,7 +30,7 @@ from nemo_rl.utils.logging_setup import configure_logging
 logger = logging.getLogger(__name__)
 
 TROUBLESHOOTING = "docs/start/troubleshooting.md"
-"""Page that is named below the error that ends a run; messages about a user's mistake already say what to do."""
+"""Page that is named below the error that ends a run. Messages about a user's mistake already contain advice."""
 
 
 def launch[ConfigT: RunConfig](
@@ -47,7 +47,7 @@ def launch[ConfigT: RunConfig](
         default_config: YAML file when `--config` is absent.
         schema: class of the configuration.
         run: function that does the work, called with the checked configuration.
-        arguments: command line without the program; None takes `sys.argv`.
+        arguments: command line without the program, or None for `sys.argv`.
 
     Returns:
         Exit status.
@@ -76,11 +76,11 @@ def launch[ConfigT: RunConfig](
 
 
 def prepare(config: RunConfig, without: Collection[str] = ()) -> None:
-    """Make the checks before `setup`, and fork the server of workers where that is safe.
+    """Make the checks before `setup`, and fork the server of workers if that is safe.
 
     Args:
         config: a checked configuration.
-        without: see `make_checks`.
+        without: as in `make_checks`.
     """
     hide_warnings()
     make_checks(config, Moment.FIRST)
@@ -105,7 +105,7 @@ def look_in_the_current_folder() -> None:
     """Let Python import from the folder in which a program was started, where a user's own classes may be.
 
     Raises:
-        ConfigError: the folder does not exist any more.
+        ConfigError: the folder no longer exists.
     """
     try:
         folder = os.getcwd()

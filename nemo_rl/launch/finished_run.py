@@ -1,4 +1,4 @@
-"""The result of a run that a program started: its metrics, its folder and its model.
+"""Hold the result of a run that a program started: its metrics, its folder and its model.
 
 Invariant: a finished run holds numbers and paths only; no process and no file of the run is open.
 """
@@ -16,7 +16,7 @@ from nemo_rl.utils.log_backends.jsonl import METRICS_FILE
 
 
 class RunMetrics(Mapping[str, float]):
-    """The metrics of a run: `metrics["validation/accuracy"]` is the last value, `metrics.columns` has all of them.
+    """Metrics of a run: `metrics["validation/accuracy"]` is the last value, `metrics.columns` has all values.
 
     Args:
         columns: `step`, and a column for each metric, with None at steps without it.
@@ -71,14 +71,14 @@ class RunMetrics(Mapping[str, float]):
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that has ended."""
+    """Run that has ended."""
 
     metrics: RunMetrics
     """Last values by name, and all values as columns."""
     folder: Path
     """Folder of the run: `logs`, `checkpoints` and `data`; `nemo_rl report FOLDER/logs` shows it."""
     model: Path | None
-    """Folder of the trained model, for `AutoModelForCausalLM.from_pretrained`, vLLM or the next run; None if no
+    """Folder of the trained model, for `AutoModelForCausalLM.from_pretrained`, vLLM or the next run. None if no
     checkpoint was written."""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Turns the rewards that a program passes into the section `env` and, for functions, an environment.
+"""Convert the rewards that a program passes to the section `env` and, for functions, an environment.
 
 Invariant: nothing large is imported before `made` is called, so that workers can be forked first.
 """
@@ -10,21 +10,21 @@ from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.utils.errors import ConfigError
 
 type Reward = Callable[..., Any] | str
-"""A function, or its dotted path."""
+"""Function, or its dotted path."""
 type Weighted = Reward | tuple[Reward, float]
-"""A reward, and its weight if it is not 1."""
+"""Reward, and its weight if it is not 1."""
 type Rewards = Weighted | Sequence[Weighted] | Mapping[str, Weighted]
-"""One reward, or several, with names or without."""
+"""One reward, or several rewards with or without names."""
 
 
 class GivenRewards:
-    """The rewards of a run.
+    """Rewards of a run.
 
     Args:
-        given: functions; None compares answers with the known ones.
+        given: functions, or None to compare answers with the known ones.
 
     Raises:
-        ConfigError: `given` is empty, or a weight is no number.
+        ConfigError: `given` is empty, or a weight is not a number.
     """
 
     def __init__(self, given: Rewards | None) -> None:
@@ -39,7 +39,7 @@ class GivenRewards:
 
     @property
     def are_functions(self) -> bool:
-        """True if the program passes functions that a configuration cannot name."""
+        """Whether the program passes functions that a configuration cannot name."""
         return any(not isinstance(function, str) for function in self._functions.values())
 
     @property
@@ -68,7 +68,7 @@ class GivenRewards:
 
 
 def _by_name(given: Rewards) -> dict[str, Weighted]:
-    """Return rewards by name: that of the function, or `reward` or `reward_<number>` for one without a name."""
+    """Return rewards by name: the name of the function, or `reward` or `reward_<number>` for one without a name."""
     if isinstance(given, Mapping):
         named = {str(name): each for name, each in given.items()}
     else:

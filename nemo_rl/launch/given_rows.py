@@ -1,4 +1,4 @@
-"""Turns the rows that a program passes into the keys of a data set.
+"""Convert the rows that a program passes to the keys of a data set.
 
     dicts, a `datasets.Dataset`     a file in the run's folder, named after its content
     a path, a hub id, a name        as a configuration names it
@@ -27,9 +27,9 @@ def data_keys(rows: Any, folder: Path, form: str, name: str = "rows") -> dict[st
 
     Args:
         rows: dicts, a `datasets.Dataset`, a path, the name of a data set, or a hub id.
-        folder: folder of the run, which gets a file for rows that are in memory.
+        folder: folder of the run, in which rows in memory are written to a file.
         form: kind of rows: `prompt`, `chat` or `pair`.
-        name: argument that they were passed as, for messages.
+        name: name of the argument, for messages.
 
     Raises:
         DataError: the rows are of another kind, or there are none.
@@ -42,7 +42,7 @@ def data_keys(rows: Any, folder: Path, form: str, name: str = "rows") -> dict[st
 
 
 def _entry(form: str, columns: Iterable[str]) -> dict[str, Any]:
-    """Return the keys that read rows with these columns, which are the usual ones if none are given."""
+    """Return the keys that read rows with these columns, or the usual keys if no columns are given."""
     if form == "prompt":
         return {"dataset_name": PROMPTS}
     if form == "pair":
@@ -94,7 +94,7 @@ def _line(row: Any, number: int, name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the number of a scalar of NumPy or torch, and the list of an array."""
+    """Convert a scalar of NumPy or torch to a number, and an array to a list."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError

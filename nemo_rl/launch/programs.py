@@ -1,7 +1,7 @@
-"""The programs that run a configuration: one for each algorithm, and evaluation.
+"""Run the program of a configuration: one for each algorithm, and evaluation.
 
-`nemo_rl grpo`, `examples/run_grpo.py` and `nemo_rl.grpo` are the same program; they differ in where the configuration
-comes from. Nothing large is imported before the configuration is accepted.
+`nemo_rl grpo`, `examples/run_grpo.py` and `nemo_rl.grpo` are the same program with different sources of the
+configuration. Nothing large is imported before the configuration is accepted.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from nemo_rl.launch.command_line import launch
 
 @dataclass(frozen=True)
 class RunProgram:
-    """The program of one algorithm."""
+    """Program of one algorithm."""
 
     name: str
     """Section of the algorithm, for example grpo."""
@@ -47,7 +47,7 @@ class RunProgram:
         Args:
             config: a checked configuration.
             started_at: `time.perf_counter()` at process start.
-            parts: see `setup` of the algorithm.
+            parts: as in `setup` of the algorithm.
 
         Returns:
             The closed run.
@@ -70,7 +70,7 @@ PROGRAMS = {
         RunProgram("eval", "evals/eval.yaml"),
     )
 }
-"""The programs by name."""
+"""Programs by name."""
 
 
 def run_program(
@@ -85,7 +85,7 @@ def run_program(
     Args:
         name: program of `PROGRAMS`.
         description: help text.
-        arguments: command line without the program; None takes `sys.argv`.
+        arguments: command line without the program, or None for `sys.argv`.
         started_at: `time.perf_counter()` at process start.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Runs from Python: `nemo_rl.grpo`, `sft`, `dpo` and `evaluate`.
+"""Start runs from Python: `nemo_rl.grpo`, `sft`, `dpo` and `evaluate`.
 
     model, rows, reward, keys ─► a base file, and keys over it ─► load_config ─► checks ─► setup ─► train ─► FinishedRun
 
@@ -40,7 +40,7 @@ _NAMES_OF_TRL = {
     "per_device_train_batch_size": "policy.train_micro_batch_size",
     "max_completion_length": "policy.generation.max_new_tokens",
 }
-"""Arguments and keys of this library, by the names of TRL, and `rewards`, which is easily written for `reward`."""
+"""Arguments and keys of this library by their names in TRL, and `rewards`, a likely mistake for `reward`."""
 
 
 def grpo(
@@ -59,14 +59,14 @@ def grpo(
         model: a folder, a Hugging Face id, or the name of a model of the library, such as `tiny-chat`.
         rows: prompts: dicts with `prompt` (a text or messages) or `messages`, a `datasets.Dataset`, the path of a file,
             the name of a data set of the library, or a hub id. A column `answer` is the known answer, if there is one.
-        validation: rows of validation, of the same kinds; None: none.
+        validation: rows of validation, of the same kinds, or None for no validation.
         reward: a function of `(answer, row)` that returns a number: `answer` is the model's text, `row` the dict of the
             row. A function whose first parameter is named `answers` gets lists instead, those of the samples that end
             at the same moment, and returns a list. Both may be `async`, may leave out the second parameter, and may be
             given as a dotted path. Several rewards are a dict by name or a list; `(function, 0.1)` has a weight of 0.1.
-            The reward is the sum. None: the answer is compared with the column `answer`, as mathematics.
-        steps: steps of training; None: those of the base file.
-        folder: folder of the run, which continues if it has a checkpoint; None: a new one, `results/grpo_001` ...
+            The reward is the sum. If None, the answer is compared with the column `answer`, as mathematics.
+        steps: number of training steps, or None for that of the base file.
+        folder: folder of the run, which continues if it has a checkpoint, or None for a new one, `results/grpo_001` ...
         keys: keys of the configuration, dotted, `**{"policy.optimizer.kwargs.lr": 1e-5}`, or nested,
             `policy={"precision": "float32"}`. Without them those of `examples/configs/grpo_math_cpu.yaml` apply on a
             machine without GPU, and those of `grpo_math_1B.yaml` on others.
@@ -90,7 +90,7 @@ def sft(
     folder: str | Path | None = None,
     **keys: Any,
 ) -> FinishedRun:
-    """Train a model on answers that are given (SFT) and return the finished run.
+    """Train a model on given answers (SFT) and return the finished run.
 
     Args:
         model: see `grpo`.
@@ -150,7 +150,7 @@ def evaluate(
         model: see `grpo`.
         rows: see `grpo`.
         reward: see `grpo`.
-        folder: folder for the answers; None: a new one, `results/eval_001` ...
+        folder: folder for the answers, or None for a new one, `results/eval_001` ...
         keys: see `grpo`; the base files are `evals/eval_cpu.yaml` and `evals/eval.yaml`.
 
     Raises:
@@ -176,18 +176,18 @@ def evaluate(
 
 
 class _Place:
-    """The folder of a run, which is removed again if the run does not start."""
+    """Folder of a run, which is removed again if the run does not start."""
 
     def __init__(self, folder: Path, *, is_new: bool) -> None:
         self.folder = folder
         self._is_new = is_new
 
     def keep(self) -> None:
-        """Keep the folder from now on."""
+        """Keep the folder permanently."""
         self._is_new = False
 
     def remove_if_unused(self) -> None:
-        """Remove the folder unless it is kept or was there before."""
+        """Remove the folder unless it is kept or existed before."""
         if self._is_new:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -243,7 +243,7 @@ def _data(rows: Any, validation: Any, place: _Place, form: str) -> dict[str, Any
 def _training_keys(
     name: str, model: str | Path, place: _Place, steps: int | None, data: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys that the arguments of a training function stand for, with the section `data`."""
+    """Return the configuration keys for the arguments of a training function, with the section `data`."""
     has_validation = data["validation"] is not None
     algorithm: dict[str, Any] = {"val_at_end": has_validation}
     if steps is not None:
@@ -275,7 +275,7 @@ def _trained(
 
 
 def _checked(name: str, own: Mapping[str, Any], keys: Mapping[str, Any], rewards: GivenRewards | None) -> Any:
-    """Return the checked configuration of a run, which can start now."""
+    """Return the checked configuration of a run that is ready to start."""
     program = PROGRAMS[name]
     tree = _joined(dict(own), _nested(keys))
     config = load_config(program.config_for_this_machine(), schema=program.schema, program_keys=tree)
@@ -284,7 +284,7 @@ def _checked(name: str, own: Mapping[str, Any], keys: Mapping[str, Any], rewards
 
 
 def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys, of which some have dots, as nested dicts."""
+    """Convert keys with dots to nested dicts."""
     tree: dict[str, Any] = {}
     for key, value in keys.items():
         if key in _NAMES_OF_TRL:
@@ -300,7 +300,7 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return two nested dicts as one, in which the second one's values count."""
+    """Merge two nested dicts. Values of the second dict override those of the first."""
     joined = dict(below)
     for key, value in above.items():
         known = joined.get(key)

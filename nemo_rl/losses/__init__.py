@@ -1,4 +1,4 @@
-"""Losses: pure functions of tensors, without process groups and without raw config dicts.
+"""Define the losses, which are pure functions of tensors without process groups and raw config dicts.
 
 Invariant: a loss divides by the denominators of the global batch, so the sum over microbatches and ranks is the loss of
 the whole batch.

@@ -1,4 +1,4 @@
-"""Measure the distance of two policies on the sampled tokens.
+"""Measure the distance between two policies on sampled tokens.
 
 The estimators of the KL divergence of two policies are element-wise functions. The caller applies masks and reductions.
 
@@ -6,12 +6,12 @@ The gradient of a divergence `E_p[k]` has two parts, because the policy also dec
 
     d E_p[k] = E_p[d k + k d log p]
 
-Differentiating an estimate `k` gives the first part only. A weight `exp(log p - stop(log p))`, whose value is 1 and
-whose gradient is that of `log p`, adds the second part, the score-function part.
+The gradient of an estimate `k` is only the first part. The weight `exp(log p - stop(log p))` has the value 1 and the
+gradient of `log p`. It adds the second part, which is the score-function part.
 
 Other functions compute metrics of the mismatch between the trained policy and the generation engine. Invariants: these
-metrics are not differentiable. Sums are divided by counts of the global batch, so the metrics of its parts add up. No
-value of these metrics is clamped, so a value beyond the range of the number format is infinite.
+metrics are not differentiable. Sums are divided by counts of the global batch, so metrics of its parts add up. Metrics
+are not clamped, so a value beyond the range of the number format is infinite.
 
 Legend: `B` samples, `T` predicted positions.
 """
@@ -30,21 +30,21 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """`-log r`: unbiased, high variance, may be negative, exact gradient with the weight (zero mean without)."""
+    """Return `-log r`: unbiased, with high variance, possibly negative. Its gradient is exact only with the weight."""
     return -log_ratio
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """`(log r)^2 / 2`: biased, low variance.
+    """Return `(log r)^2 / 2`: biased, with low variance.
 
-    Without the weight its gradient is that of the true KL. With the weight it is that of `E_p[(log r)^2] / 2`, a
-    different quantity (about twice as large; one to three times on random categoricals of nine tokens).
+    Without the weight, its gradient is that of the true KL. With the weight, it is that of `E_p[(log r)^2] / 2`, which
+    is about twice as large (one to three times on random categoricals of nine tokens).
     """
     return 0.5 * log_ratio.square()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """`r - 1 - log r`: unbiased, low variance, never negative, exact gradient with the weight (biased without)."""
+    """Return `r - 1 - log r`: unbiased, with low variance, never negative. Its gradient is exact with the weight."""
     return log_ratio.expm1() - log_ratio
 
 
@@ -68,12 +68,12 @@ def calculate_kl(
         logprobs: Log-probabilities under the policy, any shape.
         logprobs_reference: Log-probabilities of the same tokens under the reference, same shape.
         kl_type: One of `k1`, `k2`, `k3`.
-        input_clamp_value: `log r` is limited to `[-value, value]`. None is no limit.
-        output_clamp_value: The weighted estimate is limited to `[-value, value]`. None is no limit.
-        importance_sampling_weights: Multiplied onto the estimate before the output clamp, same shape;
-            differentiable. `p_policy / stop(p_policy)` keeps the values and adds the score-function part of the
-            gradient (see the module docstring); `p_policy / p_behaviour` estimates the policy's KL from another
-            policy's samples, with the same gradient in expectation.
+        input_clamp_value: Limit of `log r` to `[-value, value]`. If None, there is no limit.
+        output_clamp_value: Limit of the weighted estimate to `[-value, value]`. If None, there is no limit.
+        importance_sampling_weights: Differentiable factors of the estimate before the output clamp, same shape.
+            `p_policy / stop(p_policy)` keeps the values and adds the score-function part of the gradient (see the
+            module docstring); `p_policy / p_behaviour` estimates the policy's KL from another policy's samples, with
+            the same gradient in expectation.
 
     Returns:
         KL estimate per token, same shape. Entries that a clamp limits have no gradient. If the log-ratio is limited,
@@ -170,13 +170,13 @@ def _unbounded_kl(logprobs_BT: Tensor, logprobs_reference_BT: Tensor, kl_type: s
 
 
 def sequence_errors(policy_BT: Tensor, engine_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return each sample's mean of `exp(|log p - log g|)` over the tokens that count, `[B]`, or 0 if none counts."""
+    """Return each sample's mean of `exp(|log p - log g|)` over counted tokens, `[B]`, or 0 without such tokens."""
     difference_BT = torch.where(mask_BT != 0, policy_BT - engine_BT, 0.0)
     return masked_mean(difference_BT.abs().exp(), (mask_BT != 0).to(difference_BT.dtype), dim=-1)
 
 
 def sequence_error_metrics(errors_B: Tensor, counts_B: Tensor, num_samples: Tensor | float) -> LossMetrics:
-    """Return the largest, smallest and mean error of the samples that have a token that counts.
+    """Return the largest, smallest and mean error of the samples with a token that counts.
 
     Args:
         counts_B: Non-zero for samples with a token that counts.
@@ -191,5 +191,5 @@ def sequence_error_metrics(errors_B: Tensor, counts_B: Tensor, num_samples: Tens
 
 
 def after_mask[ValueT](metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
-    """Rename metrics to their names after samples beyond the error threshold are masked."""
+    """Rename metrics to their names for the time after samples beyond the error threshold are masked."""
     return {f"{name}_after_mask": value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""Check properties of built-in and user-defined losses in a test suite.
+"""Check properties of built-in and user-defined losses, for test suites.
 
 Invariant: the loss of a global batch and its gradient must not depend on how the batch was divided into microbatches
 and ranks, on the order of its rows, or on padding.
@@ -22,7 +22,7 @@ EXTRA_PADDING = 3
 
 @dataclass(frozen=True)
 class _Result:
-    """Loss, gradient in the original row order and layout, and reduced metrics."""
+    """Loss, gradient in the original order and layout of rows, and reduced metrics."""
 
     loss: Tensor
     gradient: Tensor
@@ -52,11 +52,11 @@ def check_invariance(
     tolerance: float = 1e-9,
     seed: int = 0,
 ) -> None:
-    """Assert that loss, gradient and metrics stay the same for every regrouping of the batch.
+    """Assert that loss, gradient and metrics do not depend on how the batch is divided and ordered.
 
     Everything is computed in float64. The regroupings are: each way to cut the rows into consecutive microbatches of
     equal size, one uneven cut, contiguous and round-robin shards with two microbatches each, shuffled rows, and right
-    padding filled with random values. Metrics are summed, or reduced as `loss_function.extreme_of` says.
+    padding filled with random values. Metrics are summed, or reduced as extremes (`loss_function.extreme_of`).
 
     Args:
         model_output: First argument of the loss: `[B, T-1]` log-probabilities, `[B, T-1, ...]` logits, or scores `[B]`,
@@ -92,7 +92,7 @@ def _as_float64(model_output: Tensor, data: LossData) -> _Batch:
 
 
 def _groupings(num_rows: int, rows_per_unit: int, generator: torch.Generator) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield the name of each regrouping and its microbatches as lists of row indices. Each row occurs exactly once."""
+    """Yield the name of each regrouping, with its microbatches as lists of row indices. Each row occurs once."""
     units = [list(range(i, i + rows_per_unit)) for i in range(0, num_rows, rows_per_unit)]
     num_units = len(units)
     for size in range(1, num_units):
@@ -172,7 +172,7 @@ def _is_per_token(batch: _Batch) -> bool:
 
 
 def _pad(batch: _Batch, generator: torch.Generator) -> _Batch:
-    """Append columns whose tokens do not count: mask 0, random values everywhere else."""
+    """Append columns whose tokens do not count, with mask 0 and random values elsewhere."""
     num_tokens = batch.model_output.shape[1] + 1
 
     def widen(name: str, value: object) -> object:

@@ -1,9 +1,9 @@
-"""Define the interface of losses, their names, and losses made from a function of single tokens.
+"""Define the interface and the names of losses, and make losses from functions of single tokens.
 
-`token_loss` makes a loss from a function of single tokens. See `supervised` and `policy_gradient` for losses that are
+`token_loss` makes a loss from a function of single tokens. `supervised` and `policy_gradient` contain losses that are
 classes. Invariants: everything that a worker needs to know about a loss before calling it is an attribute declared
-here. `TokenLoss` applies mask and denominator itself, so the result does not depend on microbatches, ranks, packing or
-padding, whatever the function computes.
+here. `TokenLoss` applies mask and denominator itself, so the result never depends on microbatches, ranks, packing or
+padding.
 """
 
 import functools
@@ -31,19 +31,19 @@ class LossInputType(Enum):
     """The input that a worker prepares for a loss from the model's output."""
 
     LOGIT = "logit"
-    """The model's unchanged output: `[B, T, V]` logits or `[B]` scores."""
+    """The unchanged output of the model: `[B, T, V]` logits or `[B]` scores."""
     LOGPROB = "logprob"
     """`[B, T-1]` log-probabilities of the tokens at positions 1..T-1."""
     VALUE = "value"
     """`[B, T-1]` outputs of a scalar head: entry t-1 is the value of the state before token t, for t in 1..T-1."""
     DISTILLATION = "distillation"
-    """Student and teacher log-probabilities over the teacher's top-k tokens; see `TopkLossFunction`."""
+    """Log-probabilities of student and teacher over the teacher's top-k tokens (`TopkLossFunction`)."""
     DRAFT = "draft"
     """Logits of a draft model and of its teacher."""
 
 
 def extreme_of(name: str) -> Callable[[Iterable[float]], float] | None:
-    """Return `min` for metrics named `min_...` or `..._min`, `max` likewise, and None for all others."""
+    """Return `min` for metrics named `min_...` or `..._min`, `max` for those named alike, and None for all others."""
     for word, extreme in (("min", min), ("max", max)):
         if name.startswith(f"{word}_") or name.endswith(f"_{word}"):
             return extreme
@@ -53,18 +53,18 @@ def extreme_of(name: str) -> Callable[[Iterable[float]], float] | None:
 class LossFunction(Protocol):
     """A loss over one microbatch, already divided by the denominators of the global batch.
 
-    If some metrics are means over tokens and others are means over sequences, the attribute `sequence_means` names the
-    latter. Without this attribute, `loss_type` says over what all metrics are means.
+    If some metrics are means over tokens and others are means over sequences, the attribute `sequence_means` names
+    those over sequences. Without this attribute, all metrics are means of the kind `loss_type`.
     """
 
     loss_type: LossType
-    """Global denominator the loss divides by."""
+    """Global denominator of the loss."""
     input_type: LossInputType
-    """Kind of the first argument."""
+    """Kind of the first argument of the call."""
     needs_reference: bool
-    """Whether `data` must hold `reference_policy_logprobs [B, T]`."""
+    """Whether `data` must contain `reference_policy_logprobs [B, T]`."""
     rows_per_unit: int
-    """Number of consecutive rows that must stay in one microbatch: 2 for pairs, else 1."""
+    """Number of consecutive rows that must be in one microbatch: 2 for pairs, otherwise 1."""
 
     def __call__(
         self,
@@ -115,7 +115,7 @@ class TopkLossFunction(Protocol):
             teacher_topk_logprobs: `[B, T-1, k]`, the teacher's log-probabilities, normalised over the k tokens.
             H_all: `[B, T-1]`, `sum p log p` of the student over the whole vocabulary, in nats. It is the negative of
                 the entropy, as in NeMo RL, and differentiable.
-            data: Microbatch, as in `LossFunction`. It also holds `teacher_topk_logits` and `teacher_topk_indices`.
+            data: Microbatch, as in `LossFunction`. It also contains `teacher_topk_logits` and `teacher_topk_indices`.
             global_valid_seqs: As in `LossFunction`.
             global_valid_toks: As in `LossFunction`.
 
@@ -126,7 +126,7 @@ class TopkLossFunction(Protocol):
 
 
 type AnyLossFunction = LossFunction | TopkLossFunction
-"""Any loss that a policy can train on."""
+"""Any loss for the training of a policy."""
 
 LOSSES: Registry[Any] = Registry(
     "loss",
@@ -139,22 +139,22 @@ LOSSES: Registry[Any] = Registry(
         "preference": "nemo_rl.losses.preference.PreferenceLossFn",
     },
 )
-"""Losses that `loss_fn.name` may name. The built-in ones belong to one algorithm each."""
+"""Losses by their names in `loss_fn.name`. Each built-in loss belongs to one algorithm."""
 
 type PerToken = Callable[[Tensor, LossData], Tensor]
-"""`(logprobs [B, T-1], data aligned with them) -> losses [B, T-1]`."""
+"""Function `(logprobs [B, T-1], data aligned with them) -> losses [B, T-1]`."""
 
 
 class TokenLoss:
-    """The mean of a function of tokens over all tokens that count. It is made by `token_loss`.
+    """The mean of a function of tokens over all tokens that count, made by `token_loss`.
 
     `loss = sum(mask * per_token(logprobs, data)) / global_valid_toks`
 
     Args:
-        per_token: Function that computes the loss of every token, whether it counts or not. The first argument has the
-            log-probabilities `[B, T-1]` of tokens 1 to T-1. The second is the batch, in which per-token tensors `[B,
-            T]` are cut to the same tokens: column i of both belongs to the same token.
-        needs_reference: Whether the batch must hold `reference_policy_logprobs [B, T]`.
+        per_token: Function that computes the loss of every token, including tokens that do not count. Its first
+            argument has the log-probabilities `[B, T-1]` of tokens 1 to T-1. Its second argument is the batch with
+            per-token tensors `[B, T]` cut to the same tokens: column i of both belongs to the same token.
+        needs_reference: Whether the batch must contain `reference_policy_logprobs [B, T]`.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -164,7 +164,7 @@ class TokenLoss:
     def __init__(self, per_token: PerToken, needs_reference: bool = False) -> None:
         self.per_token = per_token
         self.needs_reference = needs_reference
-        # Name, docstring and module are those of the function. Its module decides how workers import the loss.
+        # # Name, docstring and module are those of the function. Workers import the loss by its module.
         functools.update_wrapper(self, per_token)
 
     def __call__(
@@ -174,7 +174,7 @@ class TokenLoss:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """See `LossFunction`. The metrics are `loss` and `nll`, the negative log-likelihood.
+        """Compute the loss. The metrics are `loss` and `nll`, the negative log-likelihood.
 
         Raises:
             ValueError: The result of `per_token` has another shape than the log-probabilities.
@@ -194,7 +194,7 @@ class TokenLoss:
 
 
 def token_loss(per_token: PerToken) -> TokenLoss:
-    """Make a loss from a function of single tokens (see `TokenLoss`).
+    """Make a loss from a function of single tokens (`TokenLoss`).
 
     Example:
         >>> @token_loss
@@ -206,7 +206,7 @@ def token_loss(per_token: PerToken) -> TokenLoss:
 
 
 def _aligned(data: LossData, num_tokens: int) -> dict[str, object]:
-    """Drop the first column of per-token tensors `[B, T, ...]`, and keep everything else."""
+    """Drop the first column of per-token tensors `[B, T, ...]`, and return all other values unchanged."""
     return {
         name: value[:, 1:] if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_tokens else value
         for name, value in data.items()

@@ -1,12 +1,12 @@
-"""Build the parts of the policy gradient: tensors of a microbatch, ratios, importance weights and objectives.
+"""Compute the parts of the policy gradient: tensors of a microbatch, ratios, importance weights and objectives.
 
 `policy_gradient` chooses one ratio, one weight and one objective at construction. Objectives are element-wise losses to
 minimise. The caller applies masks, weights and reductions to them. `make_policy_batch` aligns, masks and cleans the
 tensors of a microbatch.
 
-Invariants: a ratio is bounded, and differentiable in the current log-probabilities. An importance weight is not
-differentiable, not bounded, and 0 where it overflows. After `make_policy_batch` every log-probability is finite, or NaN
-because of a real error. Entries that do not count are exactly 0, so no later formula has to handle padding.
+Invariants: a ratio is bounded, and differentiable in the current log-probabilities. An importance weight is unbounded
+and not differentiable, and 0 if it overflows. After `make_policy_batch` every log-probability is finite, or NaN because
+of a real error. Entries that do not count are exactly 0, so no later formula has to handle padding.
 
 Legend: `B` samples, `T` the predicted positions, one fewer than the tokens of a sequence.
 """
@@ -23,7 +23,7 @@ from nemo_rl.losses.loss_function import LossData
 from nemo_rl.losses.reductions import masked_mean, masked_sum
 
 MAX_LOG_RATIO = 20.0
-"""Limit of the absolute log-ratio of a differentiable ratio, which keeps its `exp` finite in float32."""
+"""Limit of the absolute log-ratio in a differentiable ratio, which keeps its `exp` finite in float32."""
 
 type RatioFn = Callable[[Tensor, Tensor], Tensor]
 """Function of `log_ratio_BT` and `mask_BT` that returns `ratio_BT`."""
@@ -31,12 +31,12 @@ type RatioFn = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """Correction for tokens sampled by another policy than the one trained."""
+    """Correction for tokens that another policy than the trained one sampled."""
 
     weights_BT: Tensor
-    """Factor on each token's loss."""
+    """Factor of each token's loss."""
     is_out_of_bounds_BT: Tensor
-    """1 where the raw weight lay outside the bounds."""
+    """1 where the raw weight was outside the bounds."""
 
 
 type TruncationFn = Callable[[Tensor, Tensor, Tensor], ImportanceWeights]
@@ -44,17 +44,17 @@ type TruncationFn = Callable[[Tensor, Tensor, Tensor], ImportanceWeights]
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """`exp` of a log-ratio limited to `[-MAX_LOG_RATIO, MAX_LOG_RATIO]`."""
+    """Return `exp` of a log-ratio that is limited to `[-MAX_LOG_RATIO, MAX_LOG_RATIO]`."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def token_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`p(token) / q(token)` for each token (PPO)."""
+    """Return `p(token) / q(token)` for each token (PPO)."""
     return bounded_exp(log_ratio_BT)
 
 
 def sequence_mean_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Geometric mean of the token ratios of a sequence, for each of its tokens.
+    """Return the geometric mean of a sequence's token ratios, for each of its tokens.
 
     `s = (p(y|x) / q(y|x))^(1/|y|)`, GSPO, arXiv 2507.18071, equation 7.
     """
@@ -63,34 +63,34 @@ def sequence_mean_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def token_weight(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`p(token) / q(token)` for each token, without a limit. It is infinite beyond the range of the number format."""
+    """Return `p(token) / q(token)` for each token, without a limit. A value beyond the number format is infinite."""
     return log_ratio_BT.exp()
 
 
 def sequence_product_weight(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`p(y|x) / q(y|x)` of the whole sequence, for each of its tokens: the unbiased weight, without a limit."""
+    """Return the unbiased weight `p(y|x) / q(y|x)` of the whole sequence for each of its tokens, without a limit."""
     kept_BT = (mask_BT != 0).to(log_ratio_BT.dtype)
     total_B1 = masked_sum(log_ratio_BT, kept_BT, dim=-1)[:, None]
     return total_B1.exp().expand_as(log_ratio_BT)
 
 
 def without_overflow(weights: Tensor) -> Tensor:
-    """Replace infinite weights by 0: a token with such a weight carries no usable signal."""
+    """Replace infinite weights by 0, because a token with such a weight carries no usable signal."""
     return torch.where(weights.isinf(), 0.0, weights)
 
 
 def untruncated(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor) -> ImportanceWeights:
-    """Keep the raw weights, but set weights that overflow to 0."""
+    """Keep the raw weights. Set weights that overflow to 0."""
     return ImportanceWeights(without_overflow(raw_BT), torch.zeros_like(raw_BT))
 
 
 def truncate(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> ImportanceWeights:
-    """`min(max(w, low), high)`: truncated importance sampling (TIS), usually with `low` 0."""
+    """Return `min(max(w, low), high)`: truncated importance sampling (TIS), usually with `low` 0."""
     return ImportanceWeights(raw_BT.clamp(low, high), _is_outside(raw_BT, low, high))
 
 
 def drop_tokens(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> ImportanceWeights:
-    """`w` inside `[low, high]` and 0 outside: IcePop, arXiv 2510.18855."""
+    """Return `w` inside `[low, high]` and 0 outside: IcePop, arXiv 2510.18855."""
     outside_BT = _is_outside(raw_BT, low, high)
     return ImportanceWeights(_kept(raw_BT, outside_BT), outside_BT)
 
@@ -98,7 +98,7 @@ def drop_tokens(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: f
 def drop_sequences(
     raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float
 ) -> ImportanceWeights:
-    """Keep the raw weights, but with 0 on sequences whose geometric mean token ratio is outside of `[low, high]`."""
+    """Keep the raw weights, but set them to 0 in sequences whose geometric mean ratio is outside `[low, high]`."""
     outside_BT = _is_outside(sequence_mean_ratio(log_ratio_BT, mask_BT), low, high)
     return ImportanceWeights(_kept(raw_BT, outside_BT), outside_BT)
 
@@ -122,9 +122,9 @@ def make_truncation(kind: str | None, low: float | None, high: float | None) -> 
     """Choose the truncation of importance weights.
 
     Args:
-        kind: A key of `TRUNCATIONS`. None is no truncation.
-        low: Lower bound. None is 0.
-        high: Upper bound. None is infinite.
+        kind: A key of `TRUNCATIONS`. If None, weights are not truncated.
+        low: Lower bound. If None, 0.
+        high: Upper bound. If None, infinity.
     """
     if kind is None:
         return untruncated
@@ -136,7 +136,7 @@ type ObjectiveFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def clip_ratio(ratio_BT: Tensor, clip_min: float, clip_max: float) -> Tensor:
-    """`clamp(ratio, 1 - clip_min, 1 + clip_max)`, which is DAPO's clip-higher if clip_max > clip_min."""
+    """Return `clamp(ratio, 1 - clip_min, 1 + clip_max)`, which is DAPO's clip-higher if clip_max > clip_min."""
     return ratio_BT.clamp(1 - clip_min, 1 + clip_max)
 
 
@@ -148,7 +148,7 @@ def clipped_surrogate(
     clip_min: float,
     clip_max: float,
 ) -> Tensor:
-    """`-min(r A, clip(r) A)`: PPO, arXiv 1707.06347, equation 7."""
+    """Return `-min(r A, clip(r) A)`: PPO, arXiv 1707.06347, equation 7."""
     clipped_BT = clip_ratio(ratio_BT, clip_min, clip_max)
     return torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * clipped_BT)
 
@@ -162,14 +162,14 @@ def dual_clipped_surrogate(
     clip_max: float,
     clip_c: float,
 ) -> Tensor:
-    """PPO's loss, limited to `-c A` where A < 0: dual clip, arXiv 1912.09729, equation 5."""
+    """Return PPO's loss, limited to `-c A` where A < 0: dual clip, arXiv 1912.09729, equation 5."""
     loss_BT = clipped_surrogate(logprobs_BT, ratio_BT, advantages_BT, clip_min=clip_min, clip_max=clip_max)
     limited_BT = torch.minimum(loss_BT, -clip_c * advantages_BT)
     return torch.where(advantages_BT < 0, limited_BT, loss_BT)
 
 
 def reinforce(logprobs_BT: Tensor, ratio_BT: Tensor, advantages_BT: Tensor) -> Tensor:
-    """`-A log p`: REINFORCE, without a ratio."""
+    """Return `-A log p`: REINFORCE, without a ratio."""
     return -advantages_BT * logprobs_BT
 
 
@@ -181,9 +181,9 @@ def cispo(
     clip_min: float,
     clip_max: float,
 ) -> Tensor:
-    """`-stop_gradient(clip(r)) A log p`: CISPO, arXiv 2506.13585, equation 4.
+    """Return `-stop_gradient(clip(r)) A log p`: CISPO, arXiv 2506.13585, equation 4.
 
-    Every token keeps its gradient; clipping only limits its weight.
+    Every token has a gradient. Clipping only limits its weight.
     """
     weight_BT = clip_ratio(ratio_BT.detach(), clip_min, clip_max)
     return -weight_BT * advantages_BT * logprobs_BT
@@ -197,9 +197,9 @@ def make_objective(
     Args:
         clip_min: Clip range below 1.
         clip_max: Clip range above 1.
-        clip_c: Dual-clip constant, above 1. None is no dual clip.
-        use_ratio: False gives REINFORCE.
-        use_cispo: True gives CISPO.
+        clip_c: Dual-clip constant, above 1. If None, there is no dual clip.
+        use_ratio: If False, use REINFORCE.
+        use_cispo: If True, use CISPO.
     """
     if not use_ratio:
         return reinforce
@@ -212,12 +212,12 @@ def make_objective(
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """Tensors of one microbatch, all aligned to the predicted tokens."""
+    """Tensors of one microbatch, aligned to the predicted tokens."""
 
     logprobs_BT: Tensor
     """Log-probabilities of the current policy, differentiable."""
     prev_logprobs_BT: Tensor
-    """Log-probabilities of the policy at the start of the update. If on-policy, the current ones, detached."""
+    """Log-probabilities of the policy at the start of the update. If on-policy, the detached current ones."""
     generation_logprobs_BT: Tensor
     """Log-probabilities of the engine that sampled the tokens."""
     reference_logprobs_BT: Tensor | None
@@ -225,23 +225,23 @@ class PolicyBatch:
     advantages_BT: Tensor
     """Advantage per token."""
     mask_BT: Tensor
-    """`token_mask * sample_mask`, and 0 on filtered tokens."""
+    """`token_mask * sample_mask`, with 0 on filtered tokens."""
     num_tokens_B: Tensor
     """`sum(token_mask)` per sample, including filtered tokens."""
     sample_mask_B: Tensor
     """Weight of each sample."""
     num_filtered_tokens: Tensor
-    """Scalar number of tokens that are filtered because a log-probability is -inf."""
+    """Scalar number of filtered tokens, which have a log-probability of -inf."""
     positive_BT: Tensor
-    """1 on tokens of answers with a positive reward. If rewards are not given, 1 where the advantage is positive."""
+    """1 on tokens of answers with a positive reward. Without rewards, 1 where the advantage is positive."""
 
 
 def make_policy_batch(
     next_token_logprobs_BT: Tensor, data: LossData, *, on_policy: bool, use_reference: bool
 ) -> PolicyBatch:
-    """Shift the batch by one token and mask tokens that top-k/top-p filtering made impossible.
+    """Shift the batch by one token, and mask tokens that top-k/top-p filtering made impossible.
 
-    If one of the policies gives a token probability 0 (log-probability -inf), its ratio cannot be used. Such a token is
+    If a policy gives a token the probability 0 (log-probability -inf), its ratio cannot be used. Such a token is
     removed from the mask and counted. It stays in the denominators, which must not depend on the parameters. NaN is
     never hidden.
 

@@ -1,14 +1,14 @@
-"""The policy-gradient loss: GRPO, PPO clip, DAPO, GSPO, CISPO, REINFORCE and their corrections.
+"""Define the policy-gradient loss of GRPO, PPO, DAPO, GSPO, CISPO and REINFORCE with their corrections.
 
-The loss is composed of functions of `objectives` and `divergence`. Invariant: every option chooses a function once, at
-construction. `__call__` runs the same lines for all options.
+The loss is composed of functions of `objectives` and `divergence`. Invariant: options choose functions at construction.
+`__call__` is the same code for all options.
 
     loss = reduce(w * objective(log p, ratio, A)) + beta * reduce(KL to the reference)
         + mu * reduce(-log p on answers with a positive reward)
 
 `reduce` sums over tokens and divides the sum by the global token count, by a constant for each sample (Dr.GRPO), or by
 each sample's own length. In the last two cases it also divides by the global sample count. The KL term has the full
-gradient of the divergence, including the score-function part (see `divergence`).
+gradient of the divergence, including the score-function part (`divergence`).
 
 Legend: `B` samples, `T` predicted positions.
 """
@@ -54,7 +54,7 @@ type TermFn = Callable[[PolicyBatch], Tensor]
 
 
 class ClippedPGLossFn:
-    """Policy-gradient loss with clipping, KL penalty and correction of train/generation mismatch.
+    """Policy-gradient loss with clipping, KL penalty and correction of the mismatch between training and generation.
 
     Example:
         >>> loss_fn = ClippedPGLossFn(ClippedPGLossConfig(ratio_clip_max=0.28))
@@ -80,8 +80,8 @@ class ClippedPGLossFn:
         self.loss_type = LossType.TOKEN_LEVEL if counts_tokens else LossType.SEQUENCE_LEVEL
         self.needs_reference = cfg.reference_policy_kl_penalty != 0 and not cfg.use_kl_in_reward
         is_sequence_level = cfg.sequence_level_importance_ratios
-        # If the ratio is always 1, only a ratio per token gives the policy gradient when advantages differ within a
-        # sequence.
+        # # If the ratio is always 1 and advantages differ within a sequence, only a ratio per token gives the policy
+        # gradient.
         has_sequence_ratio = is_sequence_level and not cfg.force_on_policy_ratio
         self._ratio: RatioFn = sequence_mean_ratio if has_sequence_ratio else token_ratio
         self._raw_weight: RatioFn = sequence_product_weight if is_sequence_level else token_weight
@@ -121,7 +121,7 @@ class ClippedPGLossFn:
             global_valid_toks: Number of tokens that count in the global batch.
 
         Returns:
-            Scalar loss and metrics (see `docs/algorithms/grpo.md` for their meaning).
+            Scalar loss and metrics (`docs/algorithms/grpo.md` for their meaning).
         """
         batch = make_policy_batch(
             next_token_logprobs,
@@ -183,9 +183,9 @@ class ClippedPGLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> LossMetrics:
-        """Return the mean weight after truncation, and the share of weights that truncation changed.
+        """Return the mean weight after truncation, and the share of weights that were truncated.
 
-        Weights of sequences are averaged over sequences. The share is over tokens, but with seq-mask-tis over
+        Weights of sequences are averaged over sequences. The share is relative to tokens or, with seq-mask-tis, to
         sequences.
         """
 
@@ -203,7 +203,7 @@ class ClippedPGLossFn:
 
 
 def _sequence_means(cfg: ClippedPGLossConfig, loss_type: LossType, penalties: Iterable[str]) -> frozenset[str]:
-    """Return the names of the metrics that are means over sequences and not over tokens."""
+    """Return the names of the metrics that are means over sequences."""
     names = {"mean_seq_mult_prob_error", "mean_seq_mult_prob_error_after_mask"}
     if loss_type is LossType.SEQUENCE_LEVEL:
         names |= {"loss", "kl_penalty", *penalties}
@@ -217,7 +217,7 @@ def _sequence_means(cfg: ClippedPGLossConfig, loss_type: LossType, penalties: It
 def _sequence_metrics(
     batch: PolicyBatch, num_counted_B: Tensor | None, global_valid_seqs: Tensor | float
 ) -> LossMetrics:
-    """Return the mismatch of sequences, for updates without `prev_logprobs`, in which no sample is masked."""
+    """Return metrics of the sequences' mismatch, for updates without `prev_logprobs` and masked samples."""
     current_BT = batch.prev_logprobs_BT
     errors_B = sequence_errors(current_BT, batch.generation_logprobs_BT, batch.mask_BT)
     num_samples = global_valid_seqs if num_counted_B is None else num_counted_B.max()
@@ -236,7 +236,7 @@ def sequence_mean(
         loss_BT: A value per token.
         batch: Masks and lengths.
         global_valid_seqs: `sum(sample_mask)` over the global batch.
-        sample_length: Length that each row is divided by. If None, its own number of tokens.
+        sample_length: Length by which each row is divided. If None, its own number of tokens.
     """
     length_B = batch.num_tokens_B if sample_length is None else sample_length
     per_sample_B = safe_divide(masked_sum(loss_BT, batch.mask_BT, dim=-1), length_B)
@@ -244,7 +244,7 @@ def sequence_mean(
 
 
 def _make_penalties(cfg: ClippedPGLossConfig, needs_reference: bool) -> dict[str, tuple[float, TermFn]]:
-    """Choose the terms added to the surrogate: a coefficient and a per-token term by metric name."""
+    """Choose the terms that are added to the surrogate: coefficient and per-token term by metric name."""
     penalties: dict[str, tuple[float, TermFn]] = {}
     if needs_reference:
         penalties["kl_penalty"] = (cfg.reference_policy_kl_penalty, partial(kl_to_reference, cfg=cfg))
@@ -256,16 +256,16 @@ def _make_penalties(cfg: ClippedPGLossConfig, needs_reference: bool) -> dict[str
 def positive_nll(batch: PolicyBatch) -> Tensor:
     """`-log p` on answers with a positive reward, 0 on all others: imitation of right answers, VAPO, arXiv 2504.05118.
 
-    The paper divides the sum by the tokens of right answers; here it is divided like the rest of the loss.
+    The paper divides the sum by the tokens of right answers. Here it has the denominator of the loss.
     """
     return -batch.logprobs_BT * batch.positive_BT
 
 
 def kl_to_reference(batch: PolicyBatch, *, cfg: ClippedPGLossConfig) -> Tensor:
-    """Weighted KL estimate per token. The gradient of the weight is the score-function part (see `divergence`).
+    """Weighted KL estimate per token. The gradient of the weight is the score-function part (`divergence`).
 
-    With `use_on_policy_kl_approximation` the weight is `p_now / p_engine`. Otherwise it is `p_now / stop(p_now)`, whose
-    value is 1. With `sequence_level_kl_weight` it is the geometric mean over the sequence instead of the token's ratio.
+    With `use_on_policy_kl_approximation`, the weight is `p_now / p_engine`. Otherwise, it is `p_now / stop(p_now)`,
+    whose value is 1. With `sequence_level_kl_weight`, the geometric mean over the sequence replaces the token's ratio.
     """
     assert batch.reference_logprobs_BT is not None
     sampled_by_BT = batch.generation_logprobs_BT if cfg.use_on_policy_kl_approximation else batch.logprobs_BT.detach()

@@ -1,8 +1,8 @@
-"""Losses of preferences: pairs of answers (reward models, DPO), and single answers with a label (KTO).
+"""Define losses of preferences: of pairs of answers (reward models, DPO) and of single labelled answers (KTO).
 
-Rows of pairs are interleaved: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one. The loss of a pair is
-computed from the rewards of its two answers, and then averaged over the batch. A variant of DPO is an entry of
-`VARIANTS`: a function of two rewards, and whether rewards are averages over tokens and relative to a reference. KTO
+Rows of pairs are interleaved: row 2i is the chosen answer of pair i, and row 2i + 1 is the rejected answer. The loss of
+a pair is computed from the rewards of its two answers, and then averaged over the batch. A variant of DPO is an entry
+of `VARIANTS`: a function of two rewards, and whether rewards are averages over tokens and relative to a reference. KTO
 learns from single answers that are labelled desirable or undesirable. `algorithms.kto` prepares its batches.
 
 Invariants: a pair counts only if both of its rows count (in NeMo RL the chosen row decides), and the number of pairs in
@@ -31,7 +31,7 @@ type PairLossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 def logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """`-log sigmoid(chosen - rejected)`: the Bradley-Terry model's negative log-likelihood."""
+    """Return `-log sigmoid(chosen - rejected)`: the negative log-likelihood of the Bradley-Terry model."""
     return -logsigmoid(chosen_P - rejected_P)
 
 
@@ -45,28 +45,28 @@ def smoothed_logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, e: floa
 
 
 def robust_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, e: float) -> Tensor:
-    """`(-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2e)`: unbiased under noise, arXiv 2403.00409."""
+    """Return `(-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2e)`: unbiased under noise, arXiv 2403.00409."""
     margin_P = chosen_P - rejected_P
     return (-(1 - e) * logsigmoid(margin_P) + e * logsigmoid(-margin_P)) / (1 - 2 * e)
 
 
 def ipo_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -> Tensor:
-    """`(m / beta - 1 / (2 beta))^2` on mean log-ratios, arXiv 2310.12036, equation 17."""
+    """Return `(m / beta - 1 / (2 beta))^2` on mean log-ratios, arXiv 2310.12036, equation 17."""
     return ((chosen_P - rejected_P) / beta - 1 / (2 * beta)) ** 2
 
 
 def hinge_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """`max(0, 1 - m)`: SLiC, arXiv 2305.10425, on DPO's rewards."""
+    """Return `max(0, 1 - m)`: SLiC, arXiv 2305.10425, on DPO's rewards."""
     return torch.relu(1 - (chosen_P - rejected_P))
 
 
 def margin_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: float) -> Tensor:
-    """`-log sigmoid(m - margin)`, for SimPO (arXiv 2405.14734, equation 6) and reward models with a margin."""
+    """Return `-log sigmoid(m - margin)`: SimPO (arXiv 2405.14734, equation 6) and reward models with a margin."""
     return -logsigmoid(chosen_P - rejected_P - margin)
 
 
 def odds_ratio_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -> Tensor:
-    """`-beta log sigmoid(log odds_chosen - log odds_rejected)`: ORPO, arXiv 2403.07691, equation 7.
+    """Return `-beta log sigmoid(log odds_chosen - log odds_rejected)`: ORPO, arXiv 2403.07691, equation 7.
 
     odds = p / (1 - p), where p is the geometric mean of the answer's token probabilities. Rewards are beta log p.
     """
@@ -74,14 +74,14 @@ def odds_ratio_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -
 
 
 def _log_odds(logprob_P: Tensor) -> Tensor:
-    # A probability of 1 has infinite odds. A row without tokens has the probability 1, and its loss must stay finite.
+    # # A row without tokens has the probability 1, whose odds are infinite. Its loss must stay finite.
     logprob_P = logprob_P.clamp(max=-1e-7)
     return logprob_P - torch.log(-torch.expm1(logprob_P))
 
 
 @dataclass(frozen=True)
 class CentredMargin:
-    """`-log sigmoid(m - margin) + c (chosen + rejected)^2`: a reward model whose scores stay around 0.
+    """`-log sigmoid(m - margin) + c (chosen + rejected)^2`: a reward model with scores around 0.
 
     The margin is that of Llama 2 (arXiv 2307.09288, equation 2), the centring that of arXiv 2312.09244, section 3.
     """
@@ -100,13 +100,13 @@ class Variant:
     """One preference loss."""
 
     pair_loss: PairLossFn
-    """Loss of a pair from its rewards."""
+    """Function that returns the loss of a pair from its rewards."""
     average: bool = False
-    """Whether rewards are always means over tokens, whatever is configured."""
+    """Whether rewards are always means over tokens, independent of the configuration."""
     needs_reference: bool = True
-    """Rewards are relative to the reference policy."""
+    """Whether rewards are relative to the reference policy."""
     sft_average: bool = False
-    """Whether the likelihood term is always a mean over tokens, whatever is configured."""
+    """Whether the likelihood term is always a mean over tokens, independent of the configuration."""
 
 
 type VariantFactory = Callable[[float, float, float], Variant]
@@ -128,7 +128,7 @@ VARIANTS: dict[str, VariantFactory] = {
 
 
 def make_variant(name: str, beta: float, label_smoothing: float, target_margin: float) -> Variant:
-    """Build the preference loss with this name.
+    """Build the preference loss of the given name.
 
     Raises:
         ConfigError: no loss has this name.
@@ -148,13 +148,13 @@ class DPOLossConfig:
     sft_loss_weight: float
     """Weight of the negative log-likelihood of chosen answers."""
     preference_average_log_probs: bool
-    """Divide a row's log-ratio by its number of tokens."""
+    """Whether to divide a row's log-ratio by its number of tokens."""
     sft_average_log_probs: bool
-    """Divide a row's log-likelihood by its number of tokens."""
+    """Whether to divide a row's log-likelihood by its number of tokens."""
     preference_loss: str = "sigmoid"
     """Name of the variant, a key of `VARIANTS`."""
     label_smoothing: float = 0.0
-    """Share of pairs labelled the wrong way round (sigmoid and robust)."""
+    """Share of pairs with swapped labels (variants sigmoid and robust)."""
     target_margin: float = 0.5
     """Gamma of SimPO."""
 
@@ -202,14 +202,14 @@ class PreferenceLossFn:
         self, rewards_B: Tensor, mask_P: Tensor, margin_B: Tensor | None, global_valid_seqs: Tensor | float
     ) -> Tensor:
         chosen_P, rejected_P = split_pairs(rewards_B)
-        # The margin is divided over both rewards, so that their sum, which a pair loss may use, stays the same.
+        # # The margin is split between both rewards, so that their sum, which a pair loss may use, does not change.
         handicap_P = 0.0 if margin_B is None else margin_B[0::2].to(rewards_B.dtype) / 2
         loss_P = self._pair_loss(chosen_P - handicap_P, rejected_P + handicap_P)
         return mean_over_pairs(loss_P, mask_P, global_valid_seqs)
 
 
 def reward_metrics(rewards_B: Tensor, mask_P: Tensor, global_valid_seqs: Tensor | float) -> LossMetrics:
-    """Return means of the rewards of chosen and rejected answers over the valid pairs of the global batch."""
+    """Return mean rewards of chosen and rejected answers over the valid pairs of the global batch."""
     chosen_P, rejected_P = split_pairs(rewards_B.detach())
 
     def mean(values_P: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class DPOLossFn(PreferenceLossFn):
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float | None = None,
     ) -> tuple[Tensor, LossMetrics]:
-        """Weighted sum of preference loss and NLL of the chosen answers, per valid pair.
+        """Compute the weighted sum of preference loss and NLL of the chosen answers, per valid pair.
 
         Args:
             next_token_logprobs: `[2P, T-1]`, log-probabilities of tokens 1..T-1.
@@ -311,7 +311,7 @@ def split_pairs(rows_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_mask(sample_mask_B: Tensor) -> Tensor:
-    """Return the mask `[P]` of pairs. A pair counts if both of its rows count."""
+    """Return the mask `[P]` of pairs. A pair counts if both rows count."""
     chosen_P, rejected_P = split_pairs(sample_mask_B)
     return torch.minimum(chosen_P, rejected_P)
 

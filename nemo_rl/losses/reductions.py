@@ -1,7 +1,7 @@
-"""Sums, means and variances under a mask.
+"""Compute sums, means and variances under a mask.
 
-Invariants: an entry whose mask is 0 influences neither value nor gradient, whatever its value is (padding may be NaN or
-infinite). An empty mask gives 0.
+Invariants: an entry whose mask is 0 affects neither value nor gradient, even if it is NaN or infinite. The result of an
+empty mask is 0.
 """
 
 import torch
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `values * mask`, ignoring entries whose mask is 0.
+    """Return the sum of `values * mask`, ignoring entries whose mask is 0.
 
     Args:
         values: Any shape.
         mask: Weights broadcastable to `values`; usually 0 or 1.
-        dim: Dimension to sum over. None sums over all dimensions.
+        dim: Dimension to sum over. If None, all dimensions.
     """
     weighted = torch.where(mask != 0, values, 0.0) * mask
     return weighted.sum() if dim is None else weighted.sum(dim)
 
 
 def safe_divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """`numerator / denominator`, and 0 where the denominator is 0."""
+    """Return `numerator / denominator`, or 0 where the denominator is 0."""
     divisor = torch.as_tensor(denominator, device=numerator.device, dtype=numerator.dtype)
     is_zero = divisor == 0
     return torch.where(is_zero, 0.0, numerator / torch.where(is_zero, 1.0, divisor))
@@ -33,14 +33,14 @@ def masked_mean(
     dim: int | None = None,
     global_normalization_factor: Tensor | float | None = None,
 ) -> Tensor:
-    """Masked sum divided by the mask's sum or by a given global factor.
+    """Return the masked sum divided by the sum of the mask or by a given global factor.
 
     Args:
         values: Any shape.
         mask: Weights broadcastable to `values`; usually 0 or 1.
-        dim: Dimension to reduce. None reduces all dimensions.
-        global_normalization_factor: Denominator counted over the global batch. With it, the results of disjoint parts
-            of a batch add up to the result of the whole batch.
+        dim: Dimension to reduce. If None, all dimensions.
+        global_normalization_factor: Denominator counted over the global batch. If it is given, results of disjoint
+            parts of a batch add up to the result of the whole batch.
 
     Returns:
         Reduced tensor; 0 where the denominator is 0.
@@ -53,12 +53,12 @@ def masked_mean(
 
 
 def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None, unbiased: bool = True) -> Tensor:
-    """Variance over the entries that the mask keeps.
+    """Return the variance of the entries that the mask keeps.
 
     Args:
         values: Any shape.
         mask: 0/1 weights broadcastable to `values`.
-        mean: Mean that deviations are measured from. If None, the masked mean.
+        mean: Mean from which deviations are measured. If None, the masked mean.
         unbiased: Divide by `n - 1` (Bessel) instead of `n`.
 
     Returns:
@@ -71,10 +71,10 @@ def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None,
 
 
 def masked_min(values: Tensor, mask: Tensor) -> Tensor:
-    """Smallest kept entry, or `+inf` if none is kept, so that a minimum over parts is right."""
+    """Return the smallest kept entry, or `+inf` if none is kept, so that a minimum over parts is correct."""
     return torch.where(mask != 0, values, torch.inf).min()
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest kept entry, or `-inf` if none is kept, so that a maximum over parts is right."""
+    """Return the largest kept entry, or `-inf` if none is kept, so that a maximum over parts is correct."""
     return torch.where(mask != 0, values, -torch.inf).max()

@@ -1,11 +1,11 @@
-"""Losses with given targets: the next token (SFT), a teacher's distribution (distillation), the value of a state (PPO).
+"""Define losses with given targets: next token (SFT), teacher's distribution (distillation), value of a state (PPO).
 
-In `NLLLossFn` no value is clamped, so a token that counts and has probability 0 makes the loss infinite.
+`NLLLossFn` does not clamp values, so a token that counts and has probability 0 makes the loss infinite.
 
 `DistillationLossFn` is the divergence between a teacher's and a student's next-token distributions.
 `models.policy.workers.loss_calls` prepares the student's distribution, and the teacher's top-k logits are part of the
-batch. Invariants: both distributions have the temperature that the student samples with, without top-k and top-p. All
-values are in nats, per token of the student's own answer, and divided by the number of tokens of the global batch.
+batch. Invariants: both distributions have the student's sampling temperature, without top-k and top-p. All values are
+in nats, per token of the student's own answer, and divided by the number of tokens of the global batch.
 
 With `S` the teacher's k most likely tokens after a prefix, `q` the softmax of the teacher's logits over `S`, and `p`
 the student's softmax over the whole vocabulary:
@@ -17,15 +17,15 @@ the student's softmax over the whole vocabulary:
         forward = sum_S q (log q - log p)
         reverse = sum_S p (log p - log q) + sum_outside p (log p - LOG_TEACHER_OUTSIDE)
 
-`mixed` is `w forward + (1 - w) reverse` with `w = mixed_kl_weight`. For k = V all of these are the exact divergences.
-The true reverse divergence to a teacher without mass outside `S` is infinite. The finite `LOG_TEACHER_OUTSIDE` pulls
-the student's mass strongly into `S`.
+`mixed` is `w forward + (1 - w) reverse` with `w = mixed_kl_weight`. For k = V, all of these are exact divergences. The
+true reverse divergence to a teacher without mass outside `S` is infinite. The finite `LOG_TEACHER_OUTSIDE` pulls the
+student's mass strongly into `S`.
 
 Sources: forward KL, Hinton et al. 2015 (arXiv 1503.02531); reverse KL on the student's own samples, MiniLLM (Gu et al.
 2023, arXiv 2306.08543); on-policy with either direction, GKD (Agarwal et al. 2023, arXiv 2306.13649).
 
 `MseValueLossFn` is the squared error of a critic, whose steps may be limited. Invariant: a value outside of the mask
-influences neither loss nor gradient.
+affects neither loss nor gradient.
 
 Legend: `B` samples, `T` predicted positions, `k` teacher tokens.
 """
@@ -42,7 +42,7 @@ from nemo_rl.losses.reductions import masked_max, masked_mean, masked_min, maske
 
 
 class NLLLossFn:
-    """Mean negative log-likelihood over all tokens that count in the global batch."""
+    """Mean negative log-likelihood of all tokens that count in the global batch."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
@@ -83,7 +83,7 @@ LOG_TEACHER_OUTSIDE = -100.0
 
 
 class DistillationLossFn:
-    """Mean divergence over all tokens that count in the global batch, as the module docstring describes."""
+    """Mean divergence over all tokens that count in the global batch."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.DISTILLATION
@@ -156,7 +156,7 @@ class DistillationLossFn:
     def _divergences(
         self, student_BTk: Tensor, teacher_BTk: Tensor, H_all_BT: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return forward and reverse divergence at each position, or None for the reverse one if `H_all` is missing."""
+        """Return forward and reverse divergence at each position. Without `H_all`, the reverse divergence is None."""
         log_q_BTk = torch.log_softmax(teacher_BTk.to(student_BTk.dtype), dim=-1)
         log_p_BTk = student_BTk if self.cfg.zero_outside_topk else torch.log_softmax(student_BTk, dim=-1)
         p_BTk = log_p_BTk.exp()
@@ -165,13 +165,13 @@ class DistillationLossFn:
             return forward_BT, (p_BTk * (log_p_BTk - log_q_BTk)).sum(-1)
         if H_all_BT is None:
             return forward_BT, None
-        # H_all includes all of the vocabulary, so tokens outside S need no separate terms.
+        # # H_all includes the whole vocabulary, so tokens outside S need no separate terms.
         cross_BT = (p_BTk * log_q_BTk).sum(-1) + (1 - p_BTk.sum(-1)) * LOG_TEACHER_OUTSIDE
         return forward_BT, H_all_BT - cross_BT
 
 
 class MseValueLossFn:
-    """The mean over tokens of the squared difference between values and returns.
+    """Mean squared difference between values and returns, over tokens.
 
     V is the value of a token's state, V_old its value before the updates of the step, and R the token's return:
 
@@ -224,7 +224,7 @@ class MseValueLossFn:
         error_BT = (values_BT - returns_BT).square()
         worst_BT = error_BT
         if self.cfg.cliprange is not None:
-            # The value is clamped, not its change, so that a value within the bounds stays as it is, bit for bit.
+            # # Clamping the value and not its change keeps a value within the bounds bit for bit.
             limited_BT = values_BT.clamp(old_BT - self.cfg.cliprange, old_BT + self.cfg.cliprange)
             worst_BT = torch.maximum(error_BT, (limited_BT - returns_BT).square())
 
@@ -244,5 +244,5 @@ class MseValueLossFn:
 
 
 def _shifted(each_BT: Tensor, like: Tensor) -> Tensor:
-    """Return the entries of tokens 1..T-1, converted to the dtype of the values."""
+    """Return the entries of tokens 1..T-1 in the dtype of the values."""
     return each_BT[:, 1:].to(like.dtype)

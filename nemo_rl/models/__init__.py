@@ -1,1 +1,1 @@
-"""Models: the policies that are trained, and the engines that sample."""
+"""Define the policies that are trained, and the engines that sample."""

@@ -1,7 +1,7 @@
 """Describe which rows a training backend or an engine accepts, and refuse all other rows with a message.
 
-Backends describe this in `TrainingBackend.accepted_rows`, engines in `generation.registry`. Invariant: a row input
-never reaches a model that does not read it.
+Backends describe this in `TrainingBackend.accepted_rows`, engines in `generation.registry`. Invariant: an input of a
+row is never passed to a model that ignores it.
 """
 
 import inspect
@@ -24,7 +24,7 @@ class AcceptedRows:
     """Rows that a backend or an engine accepts. Token ids with positions 0 to n - 1 are always accepted."""
 
     reader: str
-    """Name of the reader of the rows, for messages: the configuration key that chose it, or a class."""
+    """Reader of the rows, for messages: the configuration key that chose it, or a class name."""
     inputs: bool = False
     """Whether further inputs are accepted. The model's forward must have parameters with their names."""
     positions: bool = False
@@ -41,7 +41,7 @@ class AcceptedRows:
         """Refuse rows that are not accepted.
 
         Raises:
-            ConfigError: A row is refused. The message names its inputs, the reader, and who accepts such rows.
+            ConfigError: A row is refused. The message names its inputs, the reader, and what accepts such rows.
         """
         for row in rows:
             reason = self.refusal(row)

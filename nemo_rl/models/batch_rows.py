@@ -1,4 +1,4 @@
-"""The rows of a batch, whether their tokens are in the batch or in Ray's object store.
+"""Provide the rows of a batch, whose tokens are in the batch or in Ray's object store.
 
     in the batch   [B, T] tensors ──────────────────────────────────────────────► rank
     stored         runner actor ─► pack_rows ─► object store ───────────────────► rank: whole ─► [b, T] tensors
@@ -38,13 +38,13 @@ STORED_ROWS = "stored_rows"
 NUM_WRITTEN = "num_written_tokens"
 """Key of a batch of stored rows: `[B]` int64, number of tokens that the policy wrote."""
 _NUM_STALE = "num_stale_tokens"
-"""Key of a batch of stored rows while ranks score it: `num_stale_B` of `BatchRows.score`."""
+"""Key of a batch of stored rows during scoring: the argument `num_stale_B` of `BatchRows.score`."""
 SCORE_KEYS = ("prev_logprobs", "reference_policy_logprobs")
-"""Keys of a batch of stored rows that have a list of B `StoredScores`, or None for a row with the engine's scores."""
+"""Keys of lists of B `StoredScores` in a batch of stored rows. An entry is None for a row with the engine's scores."""
 FETCH_S = 600.0
-"""Time limit for getting the rows of a rank from the object store, in seconds."""
+"""Time limit in seconds for fetching the rows of a rank from the object store."""
 _NUM_COMPARED = 64
-"""Stored rows that are fetched to compare policy and engines."""
+"""Number of stored rows that are fetched for a comparison of policy and engines."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PackedRows:
     logprobs: NDArray[np.float32]
     """`[N]` float32, the engine's log-probabilities. 0 where `is_written` is false."""
     texts: NDArray[np.uint8]
-    """`[M]` uint8, the concatenated pickles of each row's messages without tokens. Ranks do not read them."""
+    """`[M]` uint8, the concatenated pickles of each row's messages without tokens. Ranks do not read this field."""
     text_ends: list[int]
     """Position after each row's pickle."""
     experts: Experts | None = None
@@ -88,7 +88,7 @@ class StoredScores:
     scores: "ray.ObjectRef[NDArray[np.float32]]"
     """Reference of `[N]` float32, the concatenated scores of some rows."""
     start: int
-    """Position of the row's first token in these scores."""
+    """Position of the row's first token in the concatenated scores."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class StoredRow:
     pad_token_id: int
     """Id written after the end of the row."""
     path: Path
-    """Place of the row in the tree of prefixes of these rows."""
+    """Position of the row in the tree of shared prefixes of these rows."""
 
     @staticmethod
     def pack_list(rows: "Sequence[StoredRow]") -> "_Columns":
@@ -113,7 +113,7 @@ class StoredRow:
 
 
 class _Columns:
-    """Rows as one list for each attribute, so that a reference that rows share is pickled once."""
+    """Rows as one list per attribute, so that a reference that several rows share is pickled once."""
 
     def __init__(self, rows: Sequence[StoredRow]) -> None:
         numbers: dict[Any, int] = {}
@@ -140,7 +140,7 @@ def _rows_of_columns(references: Sequence[Any], numbers: Sequence[int], *columns
 
 
 def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
-    """Pack the messages of some rows. Each has `token_ids` and, if the policy wrote it, `generation_logprobs`."""
+    """Pack the messages of some rows. Messages have `token_ids`, and `generation_logprobs` if the policy wrote them."""
     messages = [message for log in message_logs for message in log]
     lengths = [message["token_ids"].numel() for message in messages]
     written = [message.get("generation_logprobs") for message in messages]
@@ -158,7 +158,7 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
 
 
 def paths_of(packed: PackedRows, groups: Sequence[int] | None = None) -> list[Path]:
-    """Return the prefixes that each row shares with rows of its prompt in `groups`, or with all rows if None."""
+    """Return the prefixes that each row shares with rows of its prompt in `groups`. If None, with all rows."""
     bounds = zip([0, *packed.ends], packed.ends, strict=False)
     tokens = [packed.token_ids[start:end] for start, end in bounds]
     return Prefixes.of_groups(tokens, groups or [0] * len(tokens)).paths()
@@ -172,8 +172,8 @@ def fetched[T](references: "Sequence[ray.ObjectRef[T]]") -> "dict[ray.ObjectRef[
         ray.exceptions.ObjectLostError: the node that held an object was lost.
     """
     if not references:
-        return {}  # Ray need not run
-    import ray  # deferred: ranks without a Ray of their own load this file
+        return {}  # Ray may not be running
+    import ray  # deferred: ranks without Ray import this file
 
     wanted = list(dict.fromkeys(references))
     try:
@@ -185,7 +185,7 @@ def fetched[T](references: "Sequence[ray.ObjectRef[T]]") -> "dict[ray.ObjectRef[
 
 
 class Kept(NamedTuple):
-    """Scores of the b rows of a rank."""
+    """Stored scores of the b rows of a rank."""
 
     scores: "ray.ObjectRef[Any]"
     """Reference of `[N]` float32, the concatenated scores."""
@@ -203,9 +203,9 @@ class BatchRows:
     """B rows, the longest of T tokens. Scores and advantages are written into it."""
 
     SCORED: ClassVar[tuple[str, ...]] = ("input_ids", "input_lengths", PROMPT_GROUPS, ROW_INPUTS)
-    """Columns that a model needs to score the rows."""
+    """Columns that a model needs to score rows."""
     STORED: ClassVar[tuple[str, ...]] = ()
-    """Columns that are missing in the batch and that `whole` adds."""
+    """Columns that `whole` adds to the batch."""
 
     @staticmethod
     def of(batch: BatchedDataDict[Any]) -> "BatchRows":
@@ -224,19 +224,19 @@ class BatchRows:
             with experts have `routed_experts` `[B, T, L, k]`.
 
         Raises:
-            DeadlineExceededError, ray.exceptions.ObjectLostError: see `fetched`.
+            DeadlineExceededError, ray.exceptions.ObjectLostError: raised by `fetched`.
         """
         return self.batch
 
     def to_compare(self) -> BatchedDataDict[Any]:
-        """Return the first rows with their tokens: all rows, or as many stored rows as are fetched for a comparison."""
+        """Return the rows that are compared, with their tokens: all rows, or the first few stored rows."""
         return self.batch
 
     def prefixes(self) -> Prefixes:
         """Find the prefixes that rows share with all rows or, if the batch has `PROMPT_GROUPS`, within their prompt.
 
-        Stored rows share prefixes only within their object. Rows with further inputs (`data.model_rows`) share no
-        prefixes, because the model expects their inputs once for each row.
+        Stored rows share prefixes only with rows of the same object. Rows with further inputs (`data.model_rows`) share
+        no prefixes, because the model expects their inputs once for each row.
         """
         batch, lengths = self.batch, self.batch["input_lengths"].tolist()
         if ROW_INPUTS in batch:
@@ -246,7 +246,7 @@ class BatchRows:
         return Prefixes.of(tokens) if groups is None else Prefixes.of_groups(tokens, groups.tolist())
 
     def num_written(self) -> Tensor:
-        """Return the number of tokens of each row that the policy wrote and a model predicts, `[B]`."""
+        """Return the number of tokens per row that the policy wrote and a model predicts, `[B]`."""
         return self.batch["token_mask"][:, 1:].sum(1, dtype=torch.float64)
 
     def counted(self) -> Tensor:
@@ -254,7 +254,7 @@ class BatchRows:
         return (self.num_written() > 0) & (self.batch["sample_mask"] != 0)
 
     def advantage_mask(self) -> Tensor:
-        """Return a mask `[B, A]` float32 of advantages that count: A is T, or 1 if the tokens of a row share one."""
+        """Return a float32 mask of advantages that count: `[B, T]`, or `[B, 1]` if each row has only one advantage."""
         return self.batch["token_mask"] * self.batch["sample_mask"][:, None]
 
     def advantage_counts(self) -> Tensor | None:
@@ -268,7 +268,7 @@ class BatchRows:
 
         Args:
             policy: Policy that scores the rows.
-            num_stale_B: See `StepBatch.num_stale_B`. If None, no token is stale.
+            num_stale_B: `StepBatch.num_stale_B`. If None, no token is stale.
 
         Returns:
             `sequence_errors` `[B]` float32.
@@ -333,7 +333,7 @@ class StoredRows(BatchRows):
 
     @override
     def prefixes(self) -> Prefixes:
-        # A row that is cut shares nothing, because its path is the path of the whole row.
+        # # A row that was cut shares no prefix, because its path is that of the whole row.
         lengths = self.batch["input_lengths"].tolist()
         groups = self.batch[PROMPT_GROUPS].tolist() if PROMPT_GROUPS in self.batch else [0] * len(lengths)
         numbers: dict[Any, int] = {}
@@ -367,7 +367,7 @@ class StoredRows(BatchRows):
         batch = self.batch
         if num_stale_B is not None and bool((num_stale_B >= batch["input_lengths"]).all()):
             batch["prev_logprobs"] = [None] * batch.size
-            return self.counted().float()  # the engine's numbers differ from themselves by exp(0)
+            return self.counted().float()  # the ratio of equal log-probabilities is exp(0) = 1
         marked = batch if num_stale_B is None else BatchedDataDict({**batch, _NUM_STALE: num_stale_B})
         batch["prev_logprobs"], errors_B = policy.keep_logprobs(marked)
         return errors_B
@@ -377,8 +377,8 @@ class StoredRows(BatchRows):
         self.batch["reference_policy_logprobs"], _ = policy.keep_logprobs(self.batch, of_reference=True)
 
     def keep(self, whole: BatchedDataDict[Any], scores_BT: Tensor) -> Kept:
-        """Put the scores `[b, T]` of a rank's rows into the object store, with the engine's for stale tokens."""
-        import ray  # deferred: see `fetched`
+        """Store the scores `[b, T]` of a rank's rows in the object store. Stale tokens get the engine's scores."""
+        import ray  # deferred, as in `fetched`
 
         scores_BT = _of_samplers(whole, scores_BT, self.batch.get(_NUM_STALE))
         lengths = whole["input_lengths"].tolist()
@@ -388,20 +388,20 @@ class StoredRows(BatchRows):
 
 
 def stale_tokens(rows: BatchedDataDict[Any], num_stale_B: Tensor) -> Tensor:
-    """Mark the tokens of whole rows that older weights wrote, `[B, T]` bool, for written tokens only."""
+    """Return a `[B, T]` bool mask of the tokens of whole rows that older weights wrote."""
     has_begun_BT = rows["token_mask"].cumsum(1) > 0
     return has_begun_BT & (torch.arange(has_begun_BT.shape[1])[None] < num_stale_B[:, None])
 
 
 def _of_samplers(rows: BatchedDataDict[Any], scores_BT: Tensor, num_stale_B: Tensor | None) -> Tensor:
-    """Return the scores of whole rows, but the engine's log-probabilities where tokens are stale."""
+    """Return the scores of whole rows. Stale tokens get the engine's log-probabilities."""
     if num_stale_B is None:
         return scores_BT
     return torch.where(stale_tokens(rows, num_stale_B), rows["generation_logprobs"], scores_BT)
 
 
 def _errors(rows: BatchedDataDict[Any], scores_BT: Tensor) -> Tensor:
-    """Return the `sequence_errors` of whole rows between the scores and the engine's log-probabilities, `[B]`."""
+    """Return `sequence_errors` between the scores and the engine's log-probabilities for whole rows, `[B]`."""
     mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
     return sequence_errors(scores_BT[:, 1:], rows["generation_logprobs"][:, 1:], mask_BT[:, 1:])
 

@@ -1,7 +1,7 @@
-"""Lay out recorded experts for replay (`policy.router_replay`), and measure how tokens spread over experts.
+"""Arrange recorded experts for replay (`policy.router_replay`), and measure the distribution of tokens over experts.
 
-The experts of a batch are laid out like the tokens of a microbatch, and the tokens with recorded experts are counted.
-The spread of tokens over the experts of each layer is measured in the same way for every training backend.
+The experts of a batch get the layout of a microbatch's tokens, and tokens with recorded experts are counted. All
+training backends measure the distribution of tokens over the experts of a layer in the same way.
 """
 
 import math
@@ -21,7 +21,7 @@ FELL_BACK = "moe/fallback_token_share"
 def laid_out(
     experts_BTLk: Tensor, lengths: Sequence[int], places: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, int]
 ) -> Tensor:
-    """Move the experts of rows to the places of their tokens in the model's input.
+    """Move the experts of rows to the positions of their tokens in the model's input.
 
     If rows share a token, it gets the experts of the first row that has experts for it.
 
@@ -87,7 +87,7 @@ class ReplayCounts:
         self._counts += torch.stack([reported.sum(), real_tokens.sum()])
 
     def end_update(self) -> dict[str, float]:
-        """Return the shares of tokens with replayed experts and with the router's own choice, in a collective call.
+        """Return the shares of tokens with replayed experts and with the router's own choice. The call is collective.
 
         If several ranks have the same tokens, all counts grow by the same factor, so the shares stay the same.
         """

@@ -1,4 +1,4 @@
-"""Quantize weights to float8 in scaled blocks, and decide which weights of a model engines get in float8.
+"""Quantize weights to float8 in scaled blocks, and decide which weights engines get in float8.
 
 Matrices are quantized to float8 (e4m3) with one scale for each block of values. Sources: blocks of 128 x 128 weights
 and of 1 x 128 activations, DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3; MXFP8, OCP Microscaling Formats
@@ -7,7 +7,7 @@ by 448, the largest number of e4m3, so no value is clipped. Scales that are powe
 specification rounds them down and clips values, but the kernels of NVIDIA round up. Invariant: a matrix of zeros stays
 zero, and every scale is finite and above zero.
 
-`WeightQuantization` decides by the configuration which weights are quantized, and encodes them. Linear layers of
+`WeightQuantization` decides, from the configuration, which weights are quantized, and encodes them. Linear layers of
 decoder layers are quantized: projections of attention and of feed-forward networks, including those of experts.
 Embeddings, output heads, norms, biases and routers are not, as in DeepSeek-V3. Invariant: the decision depends only on
 the name and shape of a weight, so all trainer ranks agree.
@@ -28,11 +28,11 @@ from nemo_rl.models.huggingface.load import load_model_config
 
 _E4M3_MAX = 448.0
 _LEAST_MAGNITUDE = 1e-4
-"""Least magnitude for which a float32 scale is computed, as in DeepGEMM and vLLM. Blocks of zeros need it."""
+"""Smallest magnitude for which a float32 scale is computed, as in DeepGEMM and vLLM. Blocks of zeros need it."""
 _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 _EXPONENT_BIAS = 127
 _MOST_EXPONENT = 254
-"""Largest exponent of e8m0 that stands for a number. 255 is NaN."""
+"""Largest exponent of e8m0 that represents a number. 255 is NaN."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Quantized(NamedTuple):
     values: Tensor
     """`[R, C]` float8_e4m3fn."""
     scales: Tensor
-    """One scale for each block of `BlockFormat.grid`. The represented number is the value times its block's scale."""
+    """One scale for each block of `BlockFormat.grid`. A represented number is its value times its block's scale."""
 
 
 def quantize(matrix: Tensor, block_format: BlockFormat) -> Quantized:
@@ -130,38 +130,38 @@ def _without_padding(blocks: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _exponents_above(scales: Tensor) -> Tensor:
-    """Return the least n with `2^n >= scale`, within the range of e8m0, exactly and not by a rounded logarithm."""
+    """Return the smallest n with `2^n >= scale` within the range of e8m0. It is exact, without a rounded logarithm."""
     fractions, exponents = torch.frexp(scales)  # fractions are in [0.5, 1)
     exponents = exponents - (fractions == 0.5).int()
     return exponents.clamp(-_EXPONENT_BIAS + 1, _MOST_EXPONENT - _EXPONENT_BIAS)
 
 
 _MATRIX_OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:\w+_proj(?:_with_mqa)?|w[123])\.weight")
-"""Pattern of weight names in hub checkpoints. The group is the number of the layer."""
+"""Pattern of weight names in hub checkpoints. Its group is the layer number."""
 
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """Quantizes weights for engines (see `weight_sync.exchange.Encoding`)."""
+    """Quantize weights for engines (`weight_sync.exchange.Encoding`)."""
 
     block_format: BlockFormat
     """Format of the matrices."""
     num_layers: int
     """Number of layers of the model."""
     first_layers: int = 0
-    """Number of layers at the beginning of the model that are not quantized."""
+    """Number of layers at the start of the model that are not quantized."""
     last_layers: int = 0
     """Number of layers at the end of the model that are not quantized."""
     ignored: tuple[str, ...] = ()
-    """Texts of ignored weights: if a weight's name contains one of them, it is not quantized."""
+    """Texts of weights that are not quantized: those whose name contains one of the texts."""
     activation_format: BlockFormat = FP8_ACTIVATIONS
     """Format of the inputs of quantized layers."""
     simulated: bool = False
-    """Whether engines get the rounded values in their former dtype, in place of float8 values and scales."""
+    """Whether engines get rounded values in the original dtype instead of float8 values and scales."""
 
     @property
     def scale_suffix(self) -> str:
-        """Ending of the name of a tensor of scales, as in the checkpoints that vLLM reads."""
+        """Suffix of the names of scales, as in the checkpoints that vLLM reads."""
         return "_scale" if self.block_format.scales == "e8m0" else "_scale_inv"
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -172,7 +172,7 @@ class WeightQuantization:
         return self.first_layers <= int(found[1]) < self.num_layers - self.last_layers
 
     def described(self, name: str, dtype: str, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Return name, dtype and shape of each tensor that is sent for a weight."""
+        """Return name, dtype and shape of each tensor sent for a weight."""
         if self.simulated or not self.takes(name, shape):
             return [(name, dtype, shape)]
         scales = str(self.block_format.scale_dtype).removeprefix("torch.")
@@ -183,7 +183,7 @@ class WeightQuantization:
         """Return the number of bytes of a parameter in an engine.
 
         Args:
-            name: Name in a model of transformers. Experts may be one parameter `[E, rows, columns]`.
+            name: Name in a model of transformers. Experts may be a single parameter `[E, rows, columns]`.
             shape: Shape of the parameter.
             itemsize: Number of bytes of an element that is not quantized.
         """
@@ -195,7 +195,7 @@ class WeightQuantization:
         return prod(shape) + scales * self.block_format.scale_dtype.itemsize
 
     def encode(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors that are sent for a weight, in the order of `described`."""
+        """Return the tensors sent for a weight, in the order of `described`."""
         if not self.takes(name, tuple(tensor.shape)):
             return [tensor]
         if self.simulated:
@@ -211,7 +211,7 @@ SIMULATED = (
 
 
 def weight_quantization(policy: PolicyConfig, cluster: ClusterConfig) -> WeightQuantization | None:
-    """Return how the engines' weights are quantized, or None if `policy.generation` does not ask for float8.
+    """Return how the engines' weights are quantized, or None if `policy.generation` does not use float8.
 
     vLLM's CPU build multiplies float8 matrices only on processors with AMX, so on CPUs float8 is simulated.
     """

@@ -1,4 +1,4 @@
-"""Forks workers from one process that has already imported the libraries that all workers import.
+"""Fork workers from one process that has already imported the libraries that all workers import.
 
 Importing torch, transformers and Ray takes four processor seconds and 400 MB in each process. The program of a run on
 the CPU imports them and then forks this server, before it starts threads or reads anything but its configuration:
@@ -8,9 +8,9 @@ the CPU imports them and then forks this server, before it starts threads or rea
     fork server                            └─ serve ◄─┤ `ray_worker.py`, in place of Ray's script, sends its arguments
     worker (child of the server)               └─ fork, then Ray's worker program           and environment, and ends
 
-Memory pages that no process writes to exist once. Ray starts a worker itself if it has its own Python or packages, or a
-variable that libraries read while they are imported (`needs_own_start`). Ray also starts every worker where there is no
-server: on GPUs (CUDA does not survive a fork), in a joined cluster, in notebooks, in a program with threads.
+Memory pages that no process changes exist only once. Ray starts a worker itself if it has its own Python or packages,
+or a variable that libraries read while they are imported (`needs_own_start`). Ray also starts every worker where there
+is no server: on GPUs (CUDA does not survive a fork), in a joined cluster, in notebooks, in a program with threads.
 
 Invariant: a worker cannot detect how it was started, except by the time it took. Its environment, folder, arguments,
 outputs, process group and signals are those that the raylet set; its threads are those of its environment.
@@ -56,7 +56,7 @@ PRELOADED = (
 )
 """Modules that the server imports. Ray is not one of them: it reads the identity of its worker when it is imported."""
 READ_WHEN_LOADED = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
-"""Variables that OpenMP is loaded with: Ray's default for workers, and the setting of policy ranks. `adopt` sets
+"""Variables with which OpenMP is loaded: Ray's default for workers, and the setting of policy ranks. `adopt` sets
 PyTorch's number of threads in each process."""
 _READ_EARLY = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "XDG_"),
@@ -64,17 +64,17 @@ _READ_EARLY = (
 )
 """Prefixes of variables that libraries read before or while they are imported."""
 _READ_LATE = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE")
-"""Variables with these prefixes that forks may still set: `adopt` sets the first, the run sets the second for its
+"""Variables with these prefixes that forks may still set: `adopt` applies the first, the run sets the second for its
 ranks, and the third is read at each use."""
 
 _END_GRACE_S = 2.0
-"""Seconds that workers get to end by themselves after the driver has ended."""
+"""Number of seconds in which workers may end by themselves after the driver has ended."""
 
 _socket: str | None = None
 
 
 def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
-    """Import `PRELOADED` in this process and fork the server, or do nothing where that is not safe.
+    """Import `PRELOADED` in this process and fork the server, or do nothing if that is not safe.
 
     Call it once in a process, from its main thread. The server ends with this process.
 
@@ -116,7 +116,7 @@ def _wanted_threads(environment: Mapping[str, str]) -> int:
 
 
 def _preload() -> None:
-    """Import `PRELOADED` with OpenMP's variables as workers need them."""
+    """Import `PRELOADED` with the variables of OpenMP that workers need."""
     before = {name: os.environ.get(name) for name in READ_WHEN_LOADED}
     os.environ.update(READ_WHEN_LOADED)
     try:
@@ -136,7 +136,7 @@ def _fork_server(libraries: Sequence[str]) -> str:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the program may have replaced or closed it
             stream.flush()
-    # The objects that exist now stay, here and in the forks; a collection that visits them would write to their pages.
+    # The objects that exist now stay, here and in the forks. A garbage collection would write to their memory pages.
     gc.collect()
     gc.freeze()
     # The program may exit on these signals, and only the server removes the folder. The server keeps them blocked,
@@ -216,7 +216,7 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
 
 
 def _end_workers() -> None:
-    """Kill workers that do not end with the driver: one that has not reached its raylet yet tries for a minute."""
+    """Kill workers that do not end with the driver. A worker that has not reached its raylet yet tries for a minute."""
     end = time.monotonic() + _END_GRACE_S
     while (workers := _children()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -226,14 +226,14 @@ def _end_workers() -> None:
 
 
 def _children() -> list[int]:
-    """Return the ids of the processes that this one has forked, or none where the kernel does not list them."""
+    """Return the ids of the processes that this process has forked, or none if the kernel does not list them."""
     with suppress(OSError):
         return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     return []
 
 
 def _fork_worker(listener: socket.socket, driver: socket.socket) -> None:
-    """Answer one request, unless it is invalid, in which case the sender starts the worker itself."""
+    """Answer one request. If it is invalid, the sender starts the worker itself."""
     connection, _ = listener.accept()
     with connection, suppress(OSError, ValueError):
         start, descriptors = receive_start(connection)
@@ -281,7 +281,7 @@ def _become_worker(start: WorkerStart, descriptors: Sequence[int]) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Open Python's standard streams on this process's own descriptors, since the driver may have replaced them."""
+    """Open Python's standard streams on this process's own descriptors, because the driver may have replaced them."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = open(number, "w" if number else "r", buffering=1, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
@@ -289,7 +289,7 @@ def _open_streams() -> None:
 
 
 def _forget_the_driver() -> None:
-    """Undo the settings that the driver's program made for itself before the server was forked."""
+    """Undo the settings that the driver's program made for itself before the fork."""
     _forget_exit_handlers()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -1,13 +1,13 @@
-"""Starts a Ray of this run alone with fewer and lighter processes.
+"""Start the run's own Ray with fewer and smaller processes.
 
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
     an idle worker for each core                     left out: a run knows which workers it needs
     two agents of the raylet                         replaced by `ray_agents`: 130 MB, two seconds of each start
     workers                                          forked by `fork_server`, where this process has one
 
-Daemons that are left out serve people who watch a cluster, and machines that come and go; actors, tasks and objects
-work as before. Ray has no public switch for any of these, so `distributed.cluster.local_ray` replaces the parts of
-Ray that `lean_start` returns while Ray starts.
+The omitted daemons are for monitoring a cluster, and for machines that join and leave; actors, tasks and objects work
+as before. Ray has no public switch for any of these, so `distributed.cluster.local_ray` replaces the parts of Ray that
+`lean_start` returns while Ray starts.
 """
 
 import subprocess
@@ -46,7 +46,7 @@ class LeanStart:
 
 
 def lean_start(choice: Choice) -> LeanStart:
-    """Return the changes that a choice of optimizations asks for.
+    """Return the changes that a choice of optimizations requests.
 
     Args:
         choice: value of `cluster.optimizations`.
@@ -83,7 +83,7 @@ def _start_process(
 
 
 def _agent_commands(given: Mapping[str, str]) -> dict[str, str]:
-    """Return a raylet's arguments that start the agents of `ray_agents`, from its own arguments."""
+    """Return the arguments with which a raylet starts the agents of `ray_agents`, from its own arguments."""
     replacement = [sys.executable, "-I", "-S", ray_agents.__file__]
     place = [given["session_dir"], given["node_id"]]
     runtime_env = [*replacement, "runtime_env", *place, given["node_ip_address"]]

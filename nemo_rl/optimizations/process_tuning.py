@@ -1,19 +1,19 @@
-"""Tunes Python's garbage collector, and how the C library's allocator treats freed memory."""
+"""Tune Python's garbage collector, and the handling of freed memory by the C library's allocator."""
 
 import ctypes
 import gc
 
 _OLDEST_THRESHOLD = 1000
-"""Number of collections of the middle generation (one for about 7,000 new objects) from one of all objects to the next.
-Python's own number is 10."""
+"""Number of collections of the middle generation (one per about 7,000 new objects) between two collections of all
+objects. Python's own number is 10."""
 
 
 def search_all_objects_rarely() -> None:
-    """Search all objects a hundred times less often from now on, in a process that makes many objects which stay.
+    """Search all objects a hundred times less often from now on, in a process with many permanent objects.
 
     Python searches all objects, including those of the imported libraries (0.3 s), each time that their number has
-    grown by a quarter. Young objects are searched as often as before, so a cycle that is dropped soon is found soon;
-    one that lasts longer is found after some seven million new objects at the latest.
+    grown by a quarter. Young objects are searched as often as before, so short-lived cycles are found soon. Others are
+    found after about seven million new objects.
     """
     youngest, young, old = gc.get_threshold()
     gc.set_threshold(youngest, young, max(old, _OLDEST_THRESHOLD))
@@ -23,16 +23,16 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 _MOST_THRESHOLD = 32 << 20
-"""The largest block that glibc lets `M_MMAP_THRESHOLD` keep on the heap (half of `HEAP_MAX_SIZE`), in bytes."""
+"""Largest block in bytes that glibc lets `M_MMAP_THRESHOLD` keep on the heap (half of `HEAP_MAX_SIZE`)."""
 _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Return free memory to the system now, and keep freed blocks of up to 32 MiB for the next allocation from then on.
+    """Return free memory to the system now. From then on, keep freed blocks of up to 32 MiB for later allocations.
 
     By default glibc returns the top of the heap and each large block to the system, and gets them back page by page,
     cleared: 18,000 and 140,000 page faults of every training step on the CPU at 1 and 25 million parameters. After this
-    call a process keeps memory that it has used once. Only a process that repeats its work should call it, after its
+    call, a process keeps all memory that it has used. Only a process that repeats its work should call it, after its
     start.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Replaces the two agents that a raylet of Ray starts and waits for (see `lean_ray`).
+"""Replace the two agents that a raylet of Ray starts and waits for (for `lean_ray`).
 
     python ray_agents.py dashboard <session folder> <node id>
     python ray_agents.py runtime_env <session folder> <node id> <address> <command of Ray's agent ...>
@@ -45,7 +45,7 @@ def main(kind: str, session_dir: str, node_id: str, *rest: str) -> None:
 
 
 def _write_port(path: Path, port: int) -> None:
-    """Write a port in one step, so that no process reads half of it."""
+    """Write a port in one step, so that no process reads a part of it."""
     partial = path.with_name(f"{path.name}.part")
     partial.write_text(str(port))
     partial.rename(path)

@@ -1,4 +1,4 @@
-"""Replaces Ray's `setup_worker.py`: lets the fork server start a worker, or starts it as Ray would.
+"""Replace Ray's `setup_worker.py`: let the fork server start a worker, or start it as Ray would.
 
     python ray_worker.py <the server's socket> <Ray's setup_worker.py> <the worker's program> <its arguments ...>
 
@@ -27,15 +27,15 @@ class WorkerStart:
     """Arguments, environment and limits of a process."""
 
     arguments: Sequence[str]
-    """File of the program, then its arguments."""
+    """Path of the program, followed by its arguments."""
     environment: Mapping[str, str]
     """All environment variables."""
     folder: str
     """Working directory."""
     open_files: tuple[int, int]
-    """Soft and hard limit of open files."""
+    """Soft and hard limit of the number of open files."""
     oom_score: str
-    """The kernel's adjustment when memory runs out; a raylet sets it so that workers are killed first."""
+    """Kernel's adjustment of the order of killing without memory. A raylet sets it so that workers are killed first."""
 
     @classmethod
     def of_this_process(cls, arguments: Sequence[str]) -> "WorkerStart":
@@ -45,7 +45,7 @@ class WorkerStart:
         return cls(arguments, dict(os.environ), os.getcwd(), resource.getrlimit(resource.RLIMIT_NOFILE), score)
 
     def take_limits(self) -> None:
-        """Apply the limits to this process, and the score only where it needs no privilege."""
+        """Apply the limits to this process, and the adjustment only if it needs no privilege."""
         soft, hard = self.open_files
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         with suppress(OSError), open(_OOM_SCORE, "w") as file:
@@ -53,7 +53,7 @@ class WorkerStart:
 
 
 def main(path: str, setup: str, *arguments: str) -> None:
-    """Start a worker by the server, or else in this process."""
+    """Start a worker with the server, or else in this process."""
     own = [argument for argument in arguments if not argument.startswith((_CONTEXT, _LANGUAGE))]
     if not (own and _is_plain(arguments) and _ask(path, own)):
         os.execv(sys.executable, [sys.executable, setup, *arguments])
@@ -84,7 +84,7 @@ def _ask(path: str, arguments: Sequence[str]) -> bool:
 
 
 def receive_start(connection: socket.socket) -> tuple[WorkerStart, list[int]]:
-    """Receive what `_ask` sent: the description, and descriptors of the sender's standard streams."""
+    """Receive a request of `_ask`: the description, and descriptors of the sender's standard streams."""
     message, descriptors, _, _ = socket.recv_fds(connection, 1, len(_STANDARD_STREAMS))
     while part := connection.recv(_CHUNK_BYTES):
         message += part

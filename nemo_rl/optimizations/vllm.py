@@ -1,10 +1,10 @@
-"""Chooses how many CPU threads an engine computes on, and inspects its model's class in its own process.
+"""Choose the number of CPU threads of an engine, and inspect its model's class in its own process.
 
-A second thread saves a small model a fourth to a third of its time (measured at 3 and 25 million parameters) while a
-core is free. Where another process needs that core, the model is several times slower, since threads wait for each
+A second thread reduces the time of a small model by a fourth to a third (measured at 3 and 25 million parameters) while
+a core is free. Where another process needs that core, the model is several times slower, since threads wait for each
 other after each operation. So the engine measures how busy the other processes were during every `_WINDOW_S` seconds of
-computing. A model of a million parameters gains as much when it reads prompts, and almost nothing when it decodes. A
-large model takes all of its cores, with or without this optimization.
+computing. A model of a million parameters gains as much for prompts, and almost nothing for decoding. A large model
+takes all of its cores, with or without this optimization.
 
 Invariant: the number of threads changes no bit of a small model's answers, so that a resumed run draws the same tokens.
 Attention does not divide rows among threads (`VLLM_CPU_ATTN_SPLIT_KV`; latent attention does, and stays on one thread),
@@ -40,24 +40,24 @@ _THREADS_AT_START = torch.get_num_threads()
 """Number of threads at the start: one, unless `OMP_NUM_THREADS` in the run's configuration sets another number."""
 
 TINY_MODEL = 2_000_000
-"""Parameters below which a second thread saves nothing when a model decodes."""
+"""Number of parameters below which a second thread saves no time in decoding."""
 SMALL_MODEL = 100_000_000
-"""Parameters from which a model is large."""
+"""Number of parameters from which a model is large."""
 _FREE_CORES = 1.5
-"""Cores that other processes must leave idle before a small model takes two threads."""
+"""Number of cores that other processes must leave idle before a small model uses two threads."""
 _WINDOW_S = 0.2
-"""Seconds of a measurement; /proc counts hundredths of a second."""
+"""Duration of a measurement in seconds. /proc counts hundredths of a second."""
 _STAT = Path("/proc/stat")
 _CHECKED_ROWS = (1, 2, 16, 128)
 _MOST_COLUMNS = 8192
-"""Columns of a product that is tested; more columns are divided among threads without changing the sum."""
+"""Number of columns of a tested product. More columns would be divided among threads without changing the sum."""
 
 
 class ThreadChoice:
-    """One thread or two for the steps of an engine, depending on how many of its cores are idle.
+    """Number of threads (one or two) for the steps of an engine, chosen by the number of its idle cores.
 
     Args:
-        decodes_on_one: take two threads only for steps that read prompts.
+        decodes_on_one: whether to use two threads only for steps that read prompts.
     """
 
     def __init__(self, num_cores: int, *, decodes_on_one: bool = False):
@@ -65,7 +65,7 @@ class ThreadChoice:
         self._decodes_on_one = decodes_on_one
         self._core_is_free = True
         self._window: tuple[float, float] | None = None
-        """Time at which the measurement started, and processor seconds of other processes until then."""
+        """Time at which the measurement started, and processor seconds of other processes at that time."""
 
     def begin_step(self, *, reads_prompts: bool) -> None:
         """Set the threads of a step, right before the engine computes it."""
@@ -112,12 +112,12 @@ def start_threads(
     """Set the threads that an engine starts with.
 
     Args:
-        model: as vLLM has packed it.
+        model: model whose weights vLLM has packed.
         config: vLLM's configuration of the model.
-        adapts: whether a small model may take a second thread; otherwise it stays on one.
+        adapts: whether a small model may use a second thread.
 
     Returns:
-        The choice that changes the number for each step; None if it stays the same.
+        The choice that changes the number for each step, or None if the number stays the same.
     """
     products: list[Any] = [module for module in model.modules() if isinstance(module, LinearBase)]
     shapes = [(product.output_size, product.input_size) for product in products]
@@ -133,7 +133,7 @@ def start_threads(
     asked = {(min(out, _MOST_COLUMNS), in_) for out, in_ in shapes}
     if not adapts or num_cores == 1 or config.use_mla or thread_count_changes_bits(asked, config.dtype):
         return None
-    # oneDNN never uses more threads for a product than there were when it first saw its shape.
+    # oneDNN never uses more threads for a product than existed at the first product of its shape.
     set_threads(2)
     return ThreadChoice(num_cores, decodes_on_one=num_parameters < TINY_MODEL)
 
@@ -146,7 +146,7 @@ def _has_weight(product: Any) -> bool:
 def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
     """Return whether matrix products of `[T, in]` by `[out, in]` differ between one thread and two.
 
-    They differ where oneDNN divides the sum over `in` among threads, which depends on the shape.
+    They differ if oneDNN divides the sum over `in` among threads, which depends on the shape.
 
     Args:
         shapes: `(out, in)` of each product.
@@ -170,7 +170,7 @@ def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dt
                     logger.info("A product of %s by %s differs in its last digits on two threads.", rows.shape, shape)
                     return True
         return False
-    except RuntimeError:  # oneDNN has no such product here, so vLLM takes another kernel, which is not tested here
+    except RuntimeError:  # oneDNN has no such product here, so vLLM uses another kernel, which is not tested
         return True
 
 
@@ -180,7 +180,7 @@ def packing_threads() -> AbstractContextManager[None]:
 
 
 def inspect_here(architectures: Iterable[str]) -> None:
-    """Let vLLM inspect these model classes in this process, before anything asks for their configuration.
+    """Let vLLM inspect these model classes in this process, before other code needs their configuration.
 
     vLLM starts a Python process for each architecture that is new to the machine, to keep CUDA out of the parent
     process. Without CUDA that process only repeats all imports, 10 s on a fresh machine.

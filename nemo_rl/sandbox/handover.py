@@ -78,7 +78,7 @@ _END_DEADLINE_S = 10.0
 
 
 class Handover:
-    """Receives the scratch folder of one run, and relays the connections of the run on a thread until it has ended.
+    """Receive the scratch folder of one run, and relay the connections of the run on a thread until it has ended.
 
     Args:
         address: Host and port of the server, or None for no relay.
@@ -104,13 +104,13 @@ class Handover:
         return self
 
     def __exit__(self, *reason: object) -> None:
-        """End all connections and forget the folder."""
+        """End all connections and release the folder."""
         self._end()
         if self._folder is not None:
             os.close(self._folder)
 
     def files(self, names: Iterable[str], max_bytes: int) -> dict[str, bytes | None]:
-        """Read files that an ended program left in its folder (see `read_files`).
+        """Read files that an ended program left in its folder (by `read_files`).
 
         Raises:
             SandboxError: The folder's descriptor did not arrive, so nothing is known of its files.
@@ -134,7 +134,7 @@ class Handover:
             relay(socket.socket(fileno=given[1]), self._address, self._outside)
 
     def _end(self) -> None:
-        """Let the thread receive everything that was already sent, and then end it."""
+        """Let the thread receive everything that was already sent, and then end the thread."""
         with contextlib.suppress(OSError):  # already closed
             self._outside.shutdown(socket.SHUT_RD)
         self._thread.join(_END_DEADLINE_S)

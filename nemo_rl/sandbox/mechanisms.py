@@ -1,4 +1,4 @@
-"""The mechanisms that isolate a program from the machine.
+"""Define the mechanisms that isolate a program from the machine.
 
     bubblewrap   namespaces made by `bwrap`; inside them seccomp, limits, and Landlock where the kernel has it
     landlock     Landlock, seccomp and limits; and namespaces of our own where this process may make them. Without
@@ -27,7 +27,7 @@ SCRATCH = "/scratch"
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One way to isolate a program."""
+    """Mechanism that isolates a program."""
 
     name: MechanismName
     """Value of the configuration key that chooses the mechanism."""
@@ -38,7 +38,7 @@ class Mechanism:
 
     @property
     def has_own_files(self) -> bool:
-        """True if programs have their own root folder, with a scratch folder in memory."""
+        """Whether programs have their own root folder, with a scratch folder in memory."""
         return self.namespaces != "none"
 
     def wrap(self, command: Sequence[str], readable: Sequence[str], info: int) -> list[str]:

@@ -112,7 +112,7 @@ class Program:
 
     @property
     def port_inside(self) -> int | None:
-        """The port of 127.0.0.1 at which the program reaches its server (see `port_inside`), or None without one."""
+        """The port of 127.0.0.1 at which the program reaches its server (from `port_inside`), or None without one."""
         return None if self.address is None else port_inside(self.address[1])
 
 
@@ -143,7 +143,7 @@ class ProgramOutcome:
     """Outcome of a run. No process and no file of the run is left when the outcome is returned."""
 
     end: End
-    """Why the program ended."""
+    """Reason why the program ended."""
     exit_code: int
     """Exit code of the program, or 128 + n if signal n ended it (137 if a limit did)."""
     stdout: str
@@ -156,9 +156,9 @@ class ProgramOutcome:
     """Processor time in seconds, including the start of the sandbox."""
     files: Mapping[str, bytes | None] = field(default_factory=dict)
     """Content of each file of `Program.returned` that the program left. The content is None for a file that is too
-    large or is no regular file. A cancelled run has no files here."""
+    large or is not a regular file. A cancelled run has no files here."""
 
     @property
     def succeeded(self) -> bool:
-        """True if the program ended by itself with exit code 0."""
+        """Whether the program ended by itself with exit code 0."""
         return self.end is End.EXITED and self.exit_code == 0

@@ -31,7 +31,7 @@ _PROBE_ADDRESS = ("127.0.0.1", 65009)
 
 
 class Sandbox:
-    """Runs programs, each of them isolated. The class is thread-safe.
+    """Run programs, each of them isolated. The class is thread-safe.
 
     A program sees a scratch folder, which contains only the program's files and is its current folder, and the
     read-only files of its language. It sees nothing else: no network, no environment variables, no `/proc` and no other
@@ -59,7 +59,7 @@ class Sandbox:
         """Run a program and wait for its end.
 
         Args:
-            program: The program to run.
+            program: Program to run.
             cancelled: Event that another thread sets to end the run early.
 
         Raises:
@@ -115,7 +115,7 @@ def why_unavailable(mechanism: Mechanism, with_address: bool = False) -> str | N
     """Return why a mechanism does not work on this machine, or None if a program ran in it just now.
 
     Args:
-        mechanism: The mechanism to try.
+        mechanism: Mechanism to try.
         with_address: Whether the mechanism must also work for programs with an address, which needs more rights.
     """
     if sys.platform != "linux":

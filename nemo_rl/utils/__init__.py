@@ -1,1 +1,1 @@
-"""Shared helpers: errors, device, logging, checkpoints, timers, seeds."""
+"""Helpers that all packages share: errors, device, logging, checkpoints, timers, seeds."""

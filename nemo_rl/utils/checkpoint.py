@@ -1,4 +1,4 @@
-"""Manages checkpoint folders: writes to a temporary folder, renames it when it is complete, keeps the best ones.
+"""Manage checkpoint folders: fill a temporary folder, rename it when it is complete, and keep the best checkpoints.
 
     init_tmp_checkpoint ─► tmp_step_N/ (the caller fills it) ─► finalize_checkpoint ─► step_N/
                                     └─ a write fails: `checkpoint_write` removes it
@@ -45,7 +45,7 @@ type PathLike = str | os.PathLike[str]
 
 
 class CheckpointManager:
-    """The checkpoints of a run below `checkpoint_dir`.
+    """Checkpoints of a run in `checkpoint_dir`.
 
     Making a manager removes partial folders that a crash left, unless another process is writing there.
     `claim`, or the first `init_tmp_checkpoint`, makes this process the only writer of the folder until it ends.
@@ -61,9 +61,9 @@ class CheckpointManager:
         self._warned_of_metric = False
         self._unreadable: set[int] = set()
         self.expected_bytes: int | None = None
-        """Size of a checkpoint if known, for messages; else None."""
+        """Size of a checkpoint in bytes for messages, or None if it is not known."""
         self.run_info: dict[str, Any] = {}
-        """Values about the run that each checkpoint gets into its training info."""
+        """Values about the run that are added to the training info of each checkpoint."""
         if self._lock.acquire():
             self._recover()
             self._lock.release()
@@ -186,7 +186,7 @@ class CheckpointManager:
             run_config: configuration of the run, stored next to the save state.
 
         Raises:
-            CheckpointError: see `claim`.
+            CheckpointError: as in `claim`.
         """
         self.claim()
         folder = self.checkpoint_dir / f"tmp_step_{step}"
@@ -203,7 +203,7 @@ class CheckpointManager:
         """Add values to the training info of a checkpoint, complete or not, unless the checkpoint was removed.
 
         Raises:
-            CheckpointError: the training info could not be read or written; the checkpoint is as before.
+            CheckpointError: the training info could not be read or written; the checkpoint is unchanged.
         """
         folder = Path(checkpoint_path)
         if not folder.exists():
@@ -377,7 +377,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 class CheckpointWrite:
-    """Context that rewords a failure while one checkpoint is written, and passes other errors unchanged."""
+    """Context manager that rewords a failure to write one checkpoint, and passes other errors unchanged."""
 
     def __init__(self, checkpoints: CheckpointManager, step: int):
         self._checkpoints = checkpoints
@@ -392,7 +392,7 @@ class CheckpointWrite:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Name path and bytes of a failed write.
+        """Raise an error with path and size if the write failed.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -418,7 +418,7 @@ class CheckpointWrite:
 
 
 def _remove_partial(folder: Path) -> None:
-    """Remove a folder and free its bytes, also of files that a failed writer still holds open."""
+    """Remove a folder, and free also the bytes of files that a failed writer still holds open."""
     for file in folder.rglob("*"):
         if file.is_file():
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Defines the library's error classes.
+"""Define the library's error classes.
 
 Every error a user can meet derives from `NemoRLError` and from the matching built-in, so both `except NemoRLError` and
 `except ValueError` work. Invariant: each error carries only its message, so it can be pickled when it leaves a Ray
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 
 class NemoRLError(Exception):
-    """Base of every error raised on purpose by nemo_rl."""
+    """Base of every error that nemo_rl raises on purpose."""
 
     exit_status: ClassVar[int] = 1
     """Exit status of a program that ends with this error."""
@@ -128,7 +128,7 @@ class RunInterruptedError(NemoRLError, RuntimeError):
 
 
 _OTHER_WORDS = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas", "epsilon": "eps", "decay": "weight_decay"}
-"""Words of other libraries for arguments that have names of little similarity here."""
+"""Arguments of other libraries whose names differ from the names here."""
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -1,4 +1,4 @@
-"""Imports objects by dotted path: optimizers, environments, data sets, workers.
+"""Import objects by dotted path: optimizers, environments, data sets, workers.
 
 Invariant: a path that cannot be imported raises the caller's error class with the path and the reason.
 """
@@ -15,7 +15,7 @@ from typing import Any
 def importing() -> Iterator[None]:
     """Switch Python's garbage collector off for a block that imports much, which saves a quarter of torch's time.
 
-    The imported objects stay alive, yet the collector would scan all of them each time their number grew by a quarter.
+    The imported objects stay alive, but the collector would scan them all each time their number grew by a quarter.
     """
     was_enabled = gc.isenabled()
     gc.disable()

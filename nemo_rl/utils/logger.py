@@ -1,4 +1,4 @@
-"""Logs a run's metrics to the console, a file and the enabled trackers.
+"""Log a run's metrics to the console, a file and the enabled trackers.
 
 The backends are in `utils.log_backends`. Invariant: every backend gets the same numbers under the same names, and a
 file or tracker gets each group of metrics of a step once, however often the step is trained.
@@ -103,7 +103,7 @@ def get_next_experiment_dir(base_log_dir: str | Path) -> str:
 
 
 def log_container_init_timing() -> None:
-    """Log the start-up time of the program: from the first import of this file to this call.
+    """Log the start-up time of the program, from the first import of this file to this call.
 
     NeMo RL's containers make virtual environments at start and report that time; this library does not.
     """
@@ -111,7 +111,7 @@ def log_container_init_timing() -> None:
 
 
 class Logger(LoggerInterface):
-    """Logs to all backends, and warns about a backend that cannot be written instead of ending the run.
+    """Log to all backends, with a warning instead of an error if a backend cannot be written.
 
     Args:
         log_dir: this run's folder; None takes `cfg.log_dir`.
@@ -134,7 +134,7 @@ class Logger(LoggerInterface):
         self._repeated: frozenset[tuple[str, int]] = frozenset()
 
     def go_back(self) -> None:
-        """Prepare for steps that are trained again: metrics that were logged already go to the console only."""
+        """Prepare for repeated steps: metrics that were logged already go to the console only."""
         self._repeated = frozenset(self._logged)
 
     @override
@@ -153,7 +153,7 @@ class Logger(LoggerInterface):
         self._on_all(log)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log hyperparameters (see `LoggerInterface`) with secrets replaced, because trackers show them to others."""
+        """Log hyperparameters with secrets replaced, because trackers show them to others."""
         shown = without_secrets(params)
         self._on_all(lambda backend: backend.log_hyperparams(shown))
 
@@ -177,7 +177,7 @@ class Logger(LoggerInterface):
             write_atomically(self.log_dir / filename, (to_line(row) + "\n" for row in rows))
 
     def log_string_list_as_jsonl(self, to_log: Sequence[str], filename: str) -> None:
-        """Write texts that are already JSON to `<log_dir>/<filename>`, one per line."""
+        """Write texts that are JSON already to `<log_dir>/<filename>`, one per line."""
         with self._files.attempt():
             write_atomically(self.log_dir / filename, (text + "\n" for text in to_log))
 
@@ -198,7 +198,7 @@ class Logger(LoggerInterface):
 
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:
-    """Build the console, the metrics file and every enabled tracker. If one fails, close the others again.
+    """Build the console, the metrics file and every enabled tracker. If one fails, close the others.
 
     Raises:
         ConfigError: a tracker is enabled and its library or login is missing, or metrics cannot be served.
@@ -225,18 +225,18 @@ def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> 
 
 
 def _close_failed(backend: LoggerInterface) -> None:
-    """Close a backend after another one could not start, whose error is the one to report."""
+    """Close a backend after another one failed to start. Only the error of that one is reported."""
     with suppress(*backend.failures):
         backend.close()
 
 
 def _tracker_class(name: str, class_name: str) -> Any:
-    """Import one tracker's file, and with it the tracker's library."""
+    """Import one tracker's file, which imports the tracker's library."""
     return getattr(importlib.import_module(f"nemo_rl.utils.log_backends.{name}"), class_name)
 
 
 def __getattr__(name: str) -> Any:
-    """Offer the trackers' classes under this module's name without importing their libraries early."""
+    """Return a tracker's class under this module's name, without importing its library early."""
     for module, class_name in _TRACKERS.items():
         if class_name == name:
             return _tracker_class(module, class_name)
@@ -249,7 +249,7 @@ def print_message_log_samples(
     num_samples: int = 5,
     step: int = 0,
 ) -> None:
-    """Show conversations with their rewards on the console, best and worst first.
+    """Show the conversations with the best and worst rewards on the console.
 
     Args:
         message_logs: one message log for each sample.
@@ -270,7 +270,7 @@ def print_message_log_samples(
 
 
 def _render(message_log: Sequence[Mapping[str, Any]], reward: float) -> str:
-    """Render one conversation as text in a frame, without interpreting markup in the texts."""
+    """Render one conversation as framed text, without interpreting markup in it."""
     turns = [Text(f"{message['role']}: {message['content']}") for message in message_log]
     page = io.StringIO()
     Console(file=page, width=_PANEL_WIDTH).print(Panel(Group(*turns), title=f"reward {reward:g}"))

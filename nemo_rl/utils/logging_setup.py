@@ -1,4 +1,4 @@
-"""Sets up logging of a driver process on the console and in a file, with the level `NRL_LOG_LEVEL` for its own records.
+"""Set up logging of a driver process on the console and in a file; `NRL_LOG_LEVEL` is the level for its own records.
 
 The main program calls `configure_logging` once. Only the file gets the text of `extra={"details": text}`, such as a
 table. Invariant: records appear above a live progress bar, because the handler looks up `sys.stderr` for each record.
@@ -19,9 +19,9 @@ from nemo_rl.utils.errors import ConfigError
 
 LOG_LEVEL_VARIABLE = "NRL_LOG_LEVEL"
 WIDTH = 160
-"""Maximum length of a console line in characters, so that log files are readable too."""
+"""Maximum length of a console line in characters, which also keeps log files readable."""
 _INDENT = 11
-"""Indent of continued lines: width of time and level."""
+"""Indent of continued lines: width of the time and the level."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 """Colours and cursor movements in the messages of Ray and other libraries."""
 _FORMAT = "%(asctime)s %(levelname).1s %(message)s"
@@ -31,7 +31,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the current `sys.stderr`: a progress bar replaces it while it is live."""
+    """Handler that writes to the current `sys.stderr`, which a progress bar replaces while it is live."""
 
     @property
     def stream(self) -> TextIO:
@@ -54,7 +54,7 @@ def with_details(text: str, record: logging.LogRecord) -> str:
 
 
 class _RunLog(logging.FileHandler):
-    """Writes to the file of a run, whose failures cause one warning."""
+    """Handler that writes to the run's file. If writing fails, the handler warns once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", delay=True)
@@ -75,7 +75,7 @@ class _RunLog(logging.FileHandler):
 
 @contextmanager
 def log_to(folder: Path) -> Iterator[None]:
-    """Write nemo_rl's records, with their details, to `run.log` in the folder of a run, in addition to the console."""
+    """Write nemo_rl's records with their details also to `run.log` in the folder of a run."""
     library, handler = logging.getLogger("nemo_rl"), _RunLog(folder / RUN_LOG_FILE)
     handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
     library.addHandler(handler)
@@ -89,7 +89,7 @@ def log_to(folder: Path) -> Iterator[None]:
 def _open_outputs() -> None:
     """Open the null device as standard output or error if the program was started without them.
 
-    Python sets them to None then, and the next opened files would get their descriptors.
+    Python sets missing ones to None, and the next opened files would get their descriptors.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is not None:
@@ -102,7 +102,7 @@ def _open_outputs() -> None:
 
 
 def wrapped(line: str, width: int = WIDTH) -> list[str]:
-    """Wrap a line between words at `width` characters, with continued lines indented and longer words uncut."""
+    """Wrap a line between words at `width` characters, with continued lines indented and longer words not cut."""
     if len(line) <= width:
         return [line]
     return textwrap.wrap(

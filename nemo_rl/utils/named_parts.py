@@ -24,18 +24,18 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Registry[Part]:
-    """The names of one kind of part."""
+    """Registry of the names of one kind of part."""
 
     kind: str
-    """The kind in messages, for example "loss"."""
+    """Name of the kind in messages, for example "loss"."""
     interface: type[Any]
-    """An ABC, from which a user's class derives, or a protocol, whose methods it has."""
+    """ABC from which a user's class derives, or protocol whose methods the class has."""
     built_in: Mapping[str, str] = field(default_factory=dict)
     """Dotted path of the class of each built-in name."""
     attributes: tuple[str, ...] = ()
-    """Attributes of the interface that an object must have once it is constructed."""
+    """Attributes of the interface that a constructed object must have."""
     advice: str = ""
-    """One more sentence for messages about names."""
+    """Additional sentence for messages about names."""
 
     def is_own(self, name: str) -> bool:
         """Return whether a name is the dotted path of a user's class."""
@@ -81,7 +81,7 @@ class Registry[Part]:
             what: the key and its value, for messages.
 
         Raises:
-            ConfigError: it is no class, or a class that lacks methods of the interface.
+            ConfigError: it is not a class, or a class that lacks methods of the interface.
         """
         if self._is_protocol and not inspect.isclass(found):
             raise ConfigError(f"{what} is not a class. {self._advice}")
@@ -97,7 +97,7 @@ class Registry[Part]:
         return checked_class
 
     def check_arguments(self, name: str, key: str, arguments: Mapping[str, Any], num_given: int = 0) -> None:
-        """Check a user's class and its configured arguments without constructing anything.
+        """Check a user's class and its configured arguments without constructing an object.
 
         Args:
             name: dotted path of the class.
@@ -158,8 +158,8 @@ class Registry[Part]:
     def _missing_methods(self, found: type) -> list[str]:
         """Return the methods of the interface that a class lacks.
 
-        A class with `__getattr__` may take methods from another object, but not `__call__` and its like, which Python
-        looks up in the class.
+        A class with `__getattr__` may take methods from another object, but not `__call__` and other special methods,
+        which Python looks up in the class.
         """
         abstract = sorted(getattr(found, "__abstractmethods__", ()))
         if abstract or not self._is_protocol:
@@ -170,7 +170,7 @@ class Registry[Part]:
 
 
 def check_own_keys(made: type, key: str, values: Mapping[str, Any]) -> None:
-    """Check a mapping that a class gets as a whole, where the class has a `config_class` for it.
+    """Check a mapping that a class gets as a whole, if the class has a `config_class` for it.
 
     Args:
         made: a user's class; `config_class` is a dataclass or a pydantic model, None or absent for no check.
@@ -205,7 +205,7 @@ def fitting_arguments(made: type, key: str, arguments: Mapping[str, Any], num_gi
     """Check keyword arguments against the constructor of a class, by name and by type where it is annotated.
 
     Args:
-        made: the class; of a dataclass or a pydantic model the parameters are its fields.
+        made: the class; the parameters of a dataclass or a pydantic model are its fields.
         key: key of the mapping, for messages.
         arguments: values as a YAML file has them.
         num_given: positional parameters that get their values from elsewhere.
@@ -249,7 +249,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _hints_of(made: type) -> dict[str, Any]:
-    """Return the types of the constructor's parameters, or none if its annotations cannot be resolved."""
+    """Return the types of the constructor's parameters, or no types if its annotations cannot be resolved."""
     try:
         fields = typing.get_type_hints(made, include_extras=True)
         return fields | typing.get_type_hints(made.__init__, include_extras=True)  # type: ignore[misc]

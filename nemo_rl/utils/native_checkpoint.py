@@ -1,4 +1,4 @@
-"""Re-exports the export of checkpoints under NeMo RL's path (see `nemo_rl.models.training.backends`)."""
+"""Re-export the functions that export checkpoints under NeMo RL's path."""
 
 from nemo_rl.compat.public_names import public_names
 

@@ -1,7 +1,7 @@
 """Make workers' environments before a run: `python -m nemo_rl.utils.prefetch_venvs --config FILE [filters...]`.
 
 Use it for images and shared folders: a run with the same configuration, folder, uv and Python reuses the environments.
-NRL_FORCE_REBUILD_VENVS=true makes each one again.
+NRL_FORCE_REBUILD_VENVS=true makes each environment again.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def prefetch_venvs(
     Args:
         filters: choose only workers whose name, extra or package contains one of these texts.
         negative_filters: exclude workers whose name, extra or package contains one of these texts.
-        cluster: the section with `venvs`; None means no environments: every worker uses the driver's interpreter.
+        cluster: the section with `venvs`; if None, every worker uses the driver's interpreter.
 
     Returns:
         Kind of worker -> path of its interpreter, for the chosen kinds.

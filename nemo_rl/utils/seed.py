@@ -1,4 +1,4 @@
-"""Derives every seed from the run's seed, by name.
+"""Derive every seed from the run's seed, by name.
 
 Invariant: a seed depends only on the run's seed and the path that names its use, never on time, process, host or call
 order.

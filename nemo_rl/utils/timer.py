@@ -1,4 +1,4 @@
-"""Measures phases of a step, and tells a run when its time is up.
+"""Measure phases of a step, and tell a run when its time is over.
 
 Invariant: a label's measurements are kept in order until `reset`.
 """
@@ -22,7 +22,7 @@ _REDUCTIONS = {
 
 
 class Timer:
-    """Named stopwatches, in seconds.
+    """Measure phases with named stopwatches, in seconds.
 
     Args:
         context: facts about the run that are kept with the timer.
@@ -34,7 +34,7 @@ class Timer:
         self._elapsed: dict[str, list[float]] = {}
 
     def start(self, label: str, should_log: bool = True) -> None:
-        """Start a stopwatch, and ignore `should_log`, because nothing is written.
+        """Start a stopwatch. `should_log` has no effect, because nothing is written.
 
         Raises:
             ValueError: the stopwatch is running already.
@@ -56,12 +56,12 @@ class Timer:
         return seconds
 
     def record(self, label: str, elapsed: float) -> None:
-        """Store a measurement made elsewhere."""
+        """Store a measurement that was made elsewhere."""
         self._elapsed.setdefault(label, []).append(elapsed)
 
     @contextmanager
     def time(self, label: str, should_log: bool = True) -> Generator[None]:
-        """Measure a block, even if it raises."""
+        """Measure the time of a block, even if the block raises an error."""
         self.start(label)
         try:
             yield
@@ -109,7 +109,7 @@ class Timer:
 
 
 class BusyClock:
-    """Measures the time during which at least one of several overlapping pieces of work runs, on one thread."""
+    """Measure the time during which at least one of several overlapping tasks runs, on one thread."""
 
     def __init__(self) -> None:
         self._num_running = 0
@@ -118,7 +118,7 @@ class BusyClock:
 
     @contextmanager
     def work(self) -> Generator[None]:
-        """Count a block as work."""
+        """Count the time of a block as work."""
         if self._num_running == 0:
             self._since = time.perf_counter()
         self._num_running += 1
@@ -131,7 +131,7 @@ class BusyClock:
 
     @property
     def seconds(self) -> float:
-        """Seconds with work until now."""
+        """Number of seconds with work so far."""
         return self._before + (time.perf_counter() - self._since if self._num_running else 0.0)
 
 
@@ -149,7 +149,7 @@ def convert_to_seconds(time_string: str) -> int:
 
 
 class TimeoutChecker:
-    """Tells a run to save when its wall-clock limit is near.
+    """Tell a run to save when its wall-clock limit is near.
 
     Args:
         timeout: limit from now as "DD:HH:MM:SS"; None never expires.

@@ -1,8 +1,8 @@
-"""Place named tensors one after another in flat byte buffers, and read them back.
+"""Pack named tensors one after another into flat byte buffers, and unpack them.
 
 A weight stream is divided into buckets so that a sync never needs a second copy of the model. Transports move the flat
-buffer, and only this module knows the positions of the tensors in it. Invariant: `unpack` returns the tensors that
-`pack` was given, bit for bit.
+buffer, and only this module knows the positions of the tensors in it. Invariant: `unpack` returns the tensors that were
+packed, bit for bit.
 """
 
 import math
@@ -33,11 +33,11 @@ class TensorSlot:
     num_bytes: int
     """Number of bytes of the values."""
     fingerprint: int | None = None
-    """Content checksum from the sender; None if verification is off."""
+    """Checksum of the content, computed by the sender. None if verification is off."""
     part: TensorBlock | None = None
-    """The part of the tensor that the bucket holds; None for the whole tensor."""
+    """The part of the tensor in the bucket. None for the whole tensor."""
     full_shape: tuple[int, ...] = ()
-    """Shape of the tensor that the part belongs to."""
+    """Shape of the whole tensor to which the part belongs."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Bucket:
     """Description of one bucket, which is sent to the engines."""
 
     index: int
-    """Position in the stream, from 0."""
+    """Position of the bucket in the stream, from 0."""
     slots: list[TensorSlot]
     """The tensors in the bucket."""
     num_bytes: int
@@ -53,11 +53,11 @@ class Bucket:
     is_last: bool = False
     """Whether the stream ends with this bucket."""
     lane: int = 0
-    """Number of the lane whose workers receive the bucket; see `lanes`."""
+    """Number of the lane whose workers receive the bucket (`lanes`)."""
     is_trial: bool = False
-    """Whether `unpack` fills those elements of a tensor with NaN of which the bucket holds no part."""
+    """Whether `unpack` fills the elements of a tensor that are not in the bucket with NaN."""
     handles: dict[str, Any] = field(default_factory=dict)
-    """Handles with which receivers open the buffer, by host name or device uuid; empty for collectives, which send the
+    """Handles by which receivers open the buffer, by host name or device uuid. Empty for collectives, which send the
     bytes."""
 
 
@@ -71,7 +71,7 @@ def group_by_size(
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Divide a stream of tensors into groups of at most `bucket_size_bytes`.
 
-    A tensor larger than a bucket gets its own group. Order is kept.
+    A tensor larger than a bucket is a group by itself. The order of tensors is kept.
     """
     group: list[tuple[str, torch.Tensor]] = []
     group_bytes = 0
@@ -87,7 +87,7 @@ def group_by_size(
 
 
 class BucketEntry(NamedTuple):
-    """A tensor to pack, or a part of one: name and values, and for a part its place and the shape of the tensor."""
+    """A tensor to pack or a part of one: name and values, and for a part its location and the tensor's shape."""
 
     name: str
     values: torch.Tensor
@@ -96,7 +96,7 @@ class BucketEntry(NamedTuple):
 
 
 def cut(group: Iterable[tuple[str, torch.Tensor]], parts: BlocksByName | None) -> list[BucketEntry]:
-    """Return the parts of a group's tensors that a lane receives. Integer and completely read tensors stay whole."""
+    """Return the parts of a group's tensors for a lane. Integer tensors and completely read tensors are not cut."""
     entries: list[BucketEntry] = []
     for name, tensor in group:
         shape = tuple(tensor.shape)
@@ -133,11 +133,11 @@ def view_of(flat: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
 
 
 def unpack(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of a bucket by name, in the order they were packed.
+    """Return the tensors of a bucket by name, in the order of packing.
 
-    Whole tensors of the last bucket are views into `flat`. Those of earlier buckets are copies, because an engine may
-    keep them until a layer is complete, and the sender reuses its buffers. Parts are copied into tensors of the full
-    shape. The other elements of these tensors are undefined, or NaN if `bucket.is_trial` is set.
+    Whole tensors of the last bucket are views into `flat`. Whole tensors of earlier buckets are copies, because an
+    engine may keep them until a layer is complete, while the sender reuses its buffers. Parts are copied into tensors
+    of the full shape. The other elements of these tensors are undefined, or NaN if `bucket.is_trial` is set.
     """
     tensors: dict[str, torch.Tensor] = {}
     for slot in bucket.slots:

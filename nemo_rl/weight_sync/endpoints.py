@@ -1,4 +1,4 @@
-"""The two ends of a weight stream: `WeightSender` in trainer ranks, and `WeightReceiver` in engines.
+"""Send weights from trainer ranks (`WeightSender`), and receive them in engines (`WeightReceiver`).
 
 The controller (`algorithms.rollout.refit`) runs one sync in this order:
 
@@ -6,8 +6,8 @@ The controller (`algorithms.rollout.refit`) runs one sync in this order:
                                           ▲───────────────────────── until bucket.is_last ◄────────────┘
     receiver.finish() ─► SyncReceipt ─► verify.check_receipts
 
-Invariant: all trainer ranks call `next_buckets` together, even those that pack nothing, because a rank that packs gets
-blocks of weights from the other ranks (`exchange`).
+Invariant: all trainer ranks call `next_buckets` together, including those that pack nothing, because a packing rank
+gets blocks of weights from other ranks (`exchange`).
 """
 
 import dataclasses
@@ -51,14 +51,14 @@ from nemo_rl.weight_sync.verify import SyncReceipt, fingerprints, mismatched_nam
 def _half_of_the_threads(device_type: str) -> AbstractContextManager[None]:
     """On CPUs, copy and check a bucket in a block on half of the process's threads.
 
-    A trainer packs a bucket while engines of the same machine load the one before. If both used all cores, operations
-    would wait for threads that have no core: 135 million parameters on two cores took 3.6 seconds instead of 1.7.
+    A trainer packs a bucket while engines of the same machine load the previous one. If both used all cores, operations
+    would wait for threads without a core: 135 million parameters on two cores took 3.6 seconds instead of 1.7.
     """
     return on_threads(max(1, torch.get_num_threads() // 2)) if device_type == "cpu" else nullcontext()
 
 
 def make_sender_transport(lane: Lane, rank: int, is_node_leader: bool) -> SenderTransport | None:
-    """Return the transport into which a trainer rank packs for a lane, or None if the rank does not pack for it."""
+    """Return the transport with which a trainer rank packs for a lane, or None if the rank does not pack for it."""
     if lane.spec.name == "cuda_ipc":
         return CudaIpcSender(lane.spec)
     if lane.spec.name == "shared_memory":
@@ -67,7 +67,7 @@ def make_sender_transport(lane: Lane, rank: int, is_node_leader: bool) -> Sender
 
 
 def make_receiver_transport(spec: TransportSpec, rank: int) -> ReceiverTransport:
-    """Return the transport of a worker, whose `rank` is its number among the workers of all engines.
+    """Return the transport of a worker. `rank` is its number among the workers of all engines.
 
     Raises:
         ValueError: the worker is not in the lane.
@@ -80,14 +80,14 @@ def make_receiver_transport(spec: TransportSpec, rank: int) -> ReceiverTransport
 
 
 class WeightSender:
-    """Streams the weights of a trainer rank as buckets. Each step of the stream has one bucket for each lane.
+    """Stream the weights of a trainer rank as buckets, with one bucket per lane in each step.
 
     Args:
         rank: global trainer rank.
         is_node_leader: whether this rank packs for its host (shared memory).
         group: all trainer ranks; None if this rank holds all weights.
-        encoding: converts weights to the tensors that are sent, which requires lanes of whole tensors; None sends the
-            weights unchanged.
+        encoding: converts weights to the tensors that are sent, which requires lanes of whole tensors; None if weights
+            are sent unchanged.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class WeightSender:
 
     @property
     def received_bytes(self) -> int:
-        """Number of bytes of weights that this rank has received from other trainer ranks so far."""
+        """Return the number of bytes of weights that this rank has received from other trainer ranks."""
         return self._exchange.received_bytes
 
     def begin(self, weights: HeldWeights) -> None:
@@ -142,7 +142,7 @@ class WeightSender:
         self._weights, self._reader, self._index = weights, BlockReader(weights), 0
 
     def next_buckets(self) -> list[Bucket]:
-        """Send blocks of the next tensors to the ranks that pack them, and return a packed bucket for each lane.
+        """Send blocks of the next tensors to the ranks that pack them. Return a packed bucket for each lane.
 
         Raises:
             WeightSyncError: the stream has ended or holds no tensor.
@@ -159,7 +159,7 @@ class WeightSender:
         return buckets
 
     def _packed(self, number: int, step: PackingStep, blocks: Mapping[str, Blocks]) -> Bucket:
-        """Return the bucket of a lane in a step. Its buffer is filled if this rank packs for the lane."""
+        """Return the bucket of a lane in a step. The buffer is filled if this rank packs for the lane."""
         lane, transport, layout = self._lanes[number], self._transports[number], step.layouts[number]
         is_last = self._index == len(self._steps) - 1
         sent = layout if self._encoding is None else encoded_layout(layout, self._encoding)
@@ -177,7 +177,7 @@ class WeightSender:
         return bucket
 
     def send(self, bucket: Bucket) -> None:
-        """Send a packed bucket, if this rank packed it and the transport sends (`needs_send`)."""
+        """Send a packed bucket if this rank packed it and the transport sends (`needs_send`)."""
         transport = self._transports[bucket.lane]
         if transport is not None and transport.needs_send and bucket.slots:
             transport.send(bucket)
@@ -190,7 +190,7 @@ class WeightSender:
 
 
 def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
-    """Join the ranks' descriptions of a bucket: fingerprints of the first rank that packed it, and all handles.
+    """Join the ranks' descriptions of a bucket: the fingerprints of the first packing rank, and all handles.
 
     Raises:
         WeightSyncError: ranks disagree on the bucket's tensors.
@@ -205,12 +205,12 @@ def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
 
 
 def _layout(bucket: Bucket) -> list[TensorSlot]:
-    """Return the slots of a bucket without their fingerprints, on which all ranks must agree."""
+    """Return the slots of a bucket without fingerprints. All ranks must agree on these."""
     return [dataclasses.replace(slot, fingerprint=None) for slot in bucket.slots]
 
 
 class WeightReceiver:
-    """Receives the tensors of a weight stream in a worker of an engine, and checks them.
+    """Receive and check the tensors of a weight stream, in a worker of an engine.
 
     Args:
         spec: settings that both ends share.
@@ -232,7 +232,7 @@ class WeightReceiver:
     def received(self, bucket: Bucket) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Receive and check a bucket, and run a block that loads its tensors.
 
-        When the context manager exits, the bucket's bytes are no longer read.
+        After the block, the bucket's bytes are no longer read.
         """
         if not bucket.slots:
             yield []
@@ -248,7 +248,7 @@ class WeightReceiver:
             torch.cuda.synchronize(flat.device)
 
     def finish(self, unbound: list[str]) -> SyncReceipt:
-        """Return the receipt of the stream. `unbound` are the names of engine parameters that received nothing."""
+        """Return the receipt of the stream. `unbound` has the names of engine parameters that received nothing."""
         self._receipt.unbound = unbound
         return self._receipt
 

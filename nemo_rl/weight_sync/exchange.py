@@ -1,4 +1,4 @@
-"""Fill buckets from the blocks of all trainer ranks: plan the moves of blocks, exchange them, encode what is packed.
+"""Fill buckets from the blocks of all trainer ranks: plan moves of blocks, exchange the blocks, and encode weights.
 
 `plan_steps` plans which blocks of weights the trainer ranks send to the ranks that pack buckets. The plan follows from
 the blocks that each rank holds, from the lanes for which it packs, and from the parts that the receivers of each lane
@@ -33,9 +33,9 @@ class RankOfTrainer:
     """Description of a trainer rank for the plan."""
 
     weights: Sequence[Held]
-    """Tensors of which the rank holds blocks."""
+    """Tensors that the rank holds blocks of."""
     packs: Sequence[bool]
-    """For each lane, whether the rank packs its buckets."""
+    """Whether the rank packs the buckets of each lane."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Move:
     dtype: str
     """Dtype of the tensor without its prefix, for example "bfloat16"."""
     block: TensorBlock
-    """Place of the block in the tensor."""
+    """Location of the block in the tensor."""
     source: int
     """Rank that holds the block."""
     target: int
@@ -56,7 +56,7 @@ class Move:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Slots of a bucket, and its size in bytes."""
+    """Slots of a bucket, with its size in bytes."""
 
     slots: list[TensorSlot]
     num_bytes: int
@@ -76,13 +76,13 @@ class PackingStep:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor and the ranks that hold each of its blocks, in ascending order."""
+    """A tensor with the ranks that hold each of its blocks, in ascending order."""
 
     held: Held
     blocks: dict[TensorBlock, list[int]]
 
     def empty(self) -> tuple[str, torch.Tensor]:
-        """Return the name and a tensor on the meta device with the shape and dtype of the weight."""
+        """Return the name, and a meta tensor with the shape and dtype of the weight."""
         held = self.held
         return held.name, torch.empty(held.shape, dtype=getattr(torch, held.dtype), device="meta")
 
@@ -115,7 +115,7 @@ def plan_steps(
 
 
 def place_of(slot: TensorSlot) -> TensorBlock:
-    """Return the place, in its tensor, of the values that a slot holds."""
+    """Return the location, in its tensor, of a slot's values."""
     return whole_block(slot.shape) if slot.part is None else slot.part
 
 
@@ -138,7 +138,7 @@ def _joined(ranks: Sequence[RankOfTrainer]) -> dict[str, _Weight]:
 
 
 def _moves(weight: _Weight, wanted: TensorBlock, targets: Sequence[int], me: int) -> Iterator[Move]:
-    """Yield those moves of a part of a tensor to the targets in which the rank `me` is source or target."""
+    """Yield the moves of a part of a tensor to the targets, if the rank `me` is source or target."""
     mine = [(block, holders) for block, holders in weight.blocks.items() if me in holders]
     for target in targets:
         for block, holders in weight.blocks.items() if target == me else mine:
@@ -149,16 +149,16 @@ def _moves(weight: _Weight, wanted: TensorBlock, targets: Sequence[int], me: int
 
 
 def _nearest(ranks: Sequence[int], target: int) -> int:
-    """Return the rank whose number is nearest to the target's, because such ranks are most often on one machine."""
+    """Return the rank whose number is nearest to that of the target, because such ranks are usually on one machine."""
     after = bisect_left(ranks, target)
     return min(ranks[max(0, after - 1) : after + 1], key=lambda rank: abs(rank - target))
 
 
 _STEP_BYTES = 4 * 1024**2
-"""Bytes of whole tensors that `everywhere` moves together."""
+"""Bytes of whole tensors that `everywhere` sends together."""
 
 Blocks = Sequence[tuple[TensorBlock, torch.Tensor]]
-"""Blocks of a tensor, as pairs of a place in the tensor and the values."""
+"""Blocks of a tensor, as pairs of a location in the tensor and the values."""
 
 
 class BlockExchange:
@@ -181,10 +181,10 @@ class BlockExchange:
         lanes: Sequence[BlocksByName | None],
         bucket_size_bytes: int,
     ) -> list[PackingStep]:
-        """Return the steps of a stream, in a collective call (see `plan_steps`).
+        """Return the steps of a stream (`plan_steps`). The call is collective.
 
         Args:
-            weights: weights of which this rank holds blocks.
+            weights: weights that this rank holds blocks of.
             packs: for each lane, whether this rank packs its buckets.
         """
         mine = RankOfTrainer(weights.described(), packs)
@@ -197,7 +197,7 @@ class BlockExchange:
     def run(
         self, step: PackingStep, blocks: Mapping[str, Blocks], device: torch.device
     ) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
-        """Send and receive the blocks of a step, together with all ranks that send or receive any.
+        """Send and receive the blocks of a step, together with all ranks that take part in it.
 
         Args:
             blocks: this rank's blocks of the step's tensors, by name.
@@ -227,7 +227,7 @@ class BlockExchange:
     def _sends(
         self, leaving: Sequence[tuple[Move, torch.Tensor]], device: torch.device
     ) -> tuple[list[P2POp], list[torch.Tensor]]:
-        """Return one message to each target rank, and the buffers. Messages with the same content share a buffer."""
+        """Return one message to each target rank, and the buffers. Equal messages share a buffer."""
         pieces: dict[int, list[BucketEntry]] = {}
         for move, values in leaving:
             pieces.setdefault(move.target, []).append(BucketEntry(move.name, values, move.block))
@@ -244,7 +244,7 @@ class BlockExchange:
 
 
 def _cut(blocks: Blocks, wanted: TensorBlock) -> torch.Tensor:
-    """Return a part of a tensor as a view of the block that contains the part."""
+    """Return a part of a tensor, as a view of the block that contains it."""
     place, values = next(block for block in blocks if block[0].common(wanted) == wanted)
     return wanted.inside(place).of(values)
 
@@ -274,14 +274,14 @@ def _fill_slot(values: torch.Tensor, slot: TensorSlot, blocks: Blocks) -> None:
 
 
 class BlockReader:
-    """Reads a rank's blocks step by step. All ranks must read all steps, because reading may be collective."""
+    """Read a rank's blocks step by step. All ranks must read all steps, because reading may be collective."""
 
     def __init__(self, weights: HeldWeights) -> None:
         self._described = {held.name: held for held in weights.described()}
         self._values = weights.values()
 
     def read(self, step: PackingStep) -> dict[str, list[tuple[TensorBlock, torch.Tensor]]]:
-        """Return this rank's blocks of a step's tensors. Call this for the steps in the order of the plan."""
+        """Return this rank's blocks of a step's tensors. Call this in the order of the planned steps."""
         found = {}
         for name in step.names:
             if name in self._described:
@@ -289,17 +289,17 @@ class BlockReader:
         return found
 
     def end(self) -> None:
-        """Exhaust the iterator of values, which runs the code after its last value."""
+        """Exhaust the iterator of values, so that the code after its last value runs."""
         assert next(self._values, None) is None, "the weights are more than was described"
 
 
 def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and whole tensor of each weight on every rank, in a collective call.
+    """Yield the name and the whole tensor of each weight on every rank. The call is collective.
 
     The yielded tensors may share memory with each other.
 
     Raises:
-        WeightSyncError: see `plan_steps`.
+        WeightSyncError: raised by `plan_steps`.
     """
     exchange, reader = BlockExchange(group), BlockReader(weights)
     for step in exchange.plan(weights, [True], [None], _STEP_BYTES):
@@ -315,16 +315,16 @@ def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterato
 
 
 class Encoding(Protocol):
-    """Converts weights to the tensors that are sent in their place."""
+    """Interface that converts weights to the tensors that are sent instead."""
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether the encoding changes a weight."""
 
     def described(self, name: str, dtype: str, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Return name, dtype (without its prefix) and shape of each tensor that is sent for a weight."""
+        """Return name, dtype (without its prefix) and shape of each tensor sent for a weight."""
 
     def encode(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that are sent for a weight, in the order of `described`."""
+        """Return the tensors sent for a weight, in the order of `described`."""
 
 
 def check_used(encoding: Encoding, weights: Iterable[TensorSlot]) -> None:
@@ -344,7 +344,7 @@ def check_used(encoding: Encoding, weights: Iterable[TensorSlot]) -> None:
 
 
 def encoded_layout(layout: BucketLayout, encoding: Encoding) -> BucketLayout:
-    """Return the layout of the encoded bucket that is sent in place of a bucket of whole weights."""
+    """Return the layout of the encoded bucket that is sent instead of a bucket of whole weights."""
     pieces = [
         BucketEntry(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         for slot in layout.slots
@@ -356,11 +356,11 @@ def encoded_layout(layout: BucketLayout, encoding: Encoding) -> BucketLayout:
 def fill_encoded(
     flat: torch.Tensor, sent: BucketLayout, layout: BucketLayout, blocks: Mapping[str, Blocks], encoding: Encoding
 ) -> None:
-    """Encode weights, one after another, into the slots of the bucket that is sent.
+    """Encode weights, one after another, into the slots of the sent bucket.
 
     Args:
-        flat: bytes of the bucket that is sent, uint8.
-        sent: slots of the bucket that is sent.
+        flat: bytes of the sent bucket, uint8.
+        sent: slots of the sent bucket.
         layout: slots of the bucket of whole weights.
         blocks: blocks by the name of their weight, which together cover all slots of `layout`.
     """

@@ -1,18 +1,18 @@
 """Divide a weight stream into lanes, and choose the lanes of each weight sync.
 
-A lane is a stream of weights from one sender to some workers of engines. At first all workers are in one lane and
+A lane is a stream of weights from one sender to some workers of engines. At first, all workers are in one lane and
 receive whole tensors. When the parts that each worker reads are known (`parts.ReadRecorder`), workers that read the
-same parts get a lane of their own, so that their parts are sent once to all of them. Lanes have different senders if
-there are enough trainer ranks, so that several networks share the work. Invariant: every worker is in exactly one lane.
+same parts share a lane, so that these parts are sent to all of them at once. Lanes have different senders if there are
+enough trainer ranks, so that several networks share the work. Invariant: every worker is in exactly one lane.
 
 `LaneChoice` chooses the lanes of a run's weight syncs:
 
     whole tensors, recorded ─► learn ─► parts, on trial ─► accept ─► parts
                                             └─► refuse ─► whole tensors from then on
 
-Parts are used only for collectives to engines with several workers. With other transports engines read the trainer's
-memory, so nothing is sent, and an engine with one worker reads everything. Invariant: parts are used only after a trial
-in which the engines computed the same with parts as with whole tensors (`algorithms.rollout.refit`).
+Parts are used only for collectives to engines with several workers. With other transports, engines read the trainer's
+memory, so nothing is sent. An engine with one worker reads everything. Invariant: parts are used only after a trial in
+which the engines computed the same with parts as with whole tensors (`algorithms.rollout.refit`).
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ from nemo_rl.weight_sync.transport import TransportSpec
 
 @dataclass(frozen=True)
 class Lane:
-    """A stream of weights from the trainer to some workers of engines."""
+    """A stream of weights from a trainer rank to some workers of engines."""
 
     spec: TransportSpec
     sender: int = 0
-    """Trainer rank that sends, for collectives. Other transports use a rank on every node or device instead."""
+    """The sending trainer rank, for collectives. Other transports use a rank on every node or device."""
     parts: BlocksByName | None = None
-    """Parts of tensors that the workers receive; None for whole tensors."""
+    """Parts of tensors for these workers. None for whole tensors."""
 
 
 @dataclass(frozen=True)
 class LanePlan:
-    """Workers of a lane, by their numbers among the workers of all engines, its sender, and the parts they read."""
+    """A lane's workers (by their numbers among the workers of all engines), its sender, and the parts they read."""
 
     workers: tuple[int, ...]
     sender: int
@@ -71,26 +71,26 @@ logger = logging.getLogger(__name__)
 
 
 class Trainers(Protocol):
-    """The trainer ranks, from which senders are chosen."""
+    """The trainer ranks that can be senders."""
 
     @property
     def num_ranks(self) -> int:
         """Number of trainer ranks."""
 
     def meeting_point(self, rank: int) -> tuple[str, int]:
-        """Return the address of a rank and a port that it reserves for one process group."""
+        """Return the address of a rank, and a port that it reserves for a process group."""
 
 
 @dataclass(frozen=True)
 class LaneOfWorkers:
-    """A lane, and the numbers of its workers among the workers of all engines."""
+    """A lane with the numbers of its workers among the workers of all engines."""
 
     lane: Lane
     workers: Sequence[int]
 
 
 class LaneChoice:
-    """Chooses the lanes of a run's syncs.
+    """Choose the lanes of a run's weight syncs.
 
     Args:
         spec: settings of the transport; for collectives, this class fills in addresses and receivers.
@@ -109,11 +109,11 @@ class LaneChoice:
 
     @property
     def wants_reads(self) -> bool:
-        """True if the workers must record in the next sync which parts of tensors they read."""
+        """Return True if the workers must record, in the next sync, which parts of tensors they read."""
         return self._may_divide and not self._is_proven
 
     def must_meet(self, num_workers: int, membership: int) -> bool:
-        """Return whether `of` with these arguments makes lanes for which new process groups must be formed."""
+        """Return whether `of`, with these arguments, makes lanes that need new process groups."""
         return self._spec.name == "collective" and self._key(num_workers, membership) != self._made_for
 
     def of(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
@@ -121,7 +121,7 @@ class LaneChoice:
 
         Args:
             num_workers: number of workers of the running engines.
-            membership: a number that changes when engines are added or lost; new process groups are then formed.
+            membership: a number that changes when engines are added or lost, so that new process groups are formed.
         """
         key = self._key(num_workers, membership)
         if key != self._made_for:
@@ -152,23 +152,23 @@ class LaneChoice:
         return dataclasses.replace(self._spec, master_address=address, master_port=port, receivers=workers, extra=extra)
 
     def start_over(self) -> None:
-        """Send whole tensors and record the reads again, after a trial that was interrupted and proves nothing."""
+        """Send whole tensors and record the reads again, after an interrupted trial without a result."""
         self._reads = None
 
     def learn(self, reads: Sequence[BlocksByName]) -> bool:
-        """Use the parts that workers read in a sync of whole tensors, and return whether parts are on trial now."""
+        """Use the parts that workers read in a sync of whole tensors. Return whether a trial of parts begins."""
         of_engine = list(reads[: self._workers_per_engine])
-        if not all(of_engine):  # a worker loads without PyTorch's operations, or in another thread
+        if not all(of_engine):  # reads outside PyTorch or in another thread
             self._may_divide = False
             return False
         self._reads = of_engine
         return True
 
     def accept(self) -> None:
-        """Send parts from now on, because the engines computed the same with parts as with whole tensors."""
+        """Send parts from now on, because engines computed the same results with parts as with whole tensors."""
         self._is_proven = True
 
     def refuse(self, reason: str) -> None:
-        """Send whole tensors from now on, because parts gave other results or could not be tested."""
+        """Send whole tensors from now on, because parts gave other results or the trial failed."""
         logger.warning("Weights are sent whole (as with policy.generation.weight_sync.send_parts=false): %s.", reason)
         self._reads, self._may_divide = None, False

@@ -1,9 +1,9 @@
-"""Parts of tensors, as an engine's loaders read them and as a trainer rank holds them.
+"""Find the parts of tensors that an engine's loaders read and that a trainer rank holds.
 
 `ReadRecorder` finds the parts of a checkpoint's tensors that the loaders of an engine's worker read. An engine with
-several workers divides its layers in ways that only its own code knows: rows, columns, fused projections, experts,
-stages, padded vocabularies. The recorder watches the operations on the tensors that the loaders are given, so it needs
-no knowledge of the model. Invariant: the recorded parts contain every element that was read.
+several workers divides its layers in ways that only its own code defines: rows, columns, fused projections, experts,
+stages, padded vocabularies. The recorder watches the operations on the loaders' tensors, so it does not depend on the
+model. Invariant: the recorded parts contain every element that was read.
 
 `HeldWeights` describes the blocks of weights that a trainer rank holds, and reads their values. A rank describes all of
 its weights at once and reads them one after another, so that few converted tensors are in memory. Invariant: the blocks
@@ -23,15 +23,15 @@ from torch.utils._pytree import tree_leaves
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 
 _MOST_PARTS = 16
-"""Largest number of parts of one tensor. If more are read, the smallest block that contains all of them is used."""
+"""Largest number of parts of a tensor. If more are read, the smallest block that contains all of them is used."""
 
 
 BlocksByName = dict[str, tuple[TensorBlock, ...]]
-"""Parts of tensors by Hugging Face name; names of tensors without parts may be missing."""
+"""Parts of tensors by Hugging Face name. Names of tensors without parts may be missing."""
 
 
 def add_block(parts: tuple[TensorBlock, ...], new: TensorBlock) -> tuple[TensorBlock, ...]:
-    """Add a part to disjoint parts, and join parts that overlap or that together are one block."""
+    """Add a part to disjoint parts. Join parts that overlap or that form one block together."""
     for held in parts:
         joined = held.around(new)
         overlap = held.common(new).numel
@@ -54,7 +54,7 @@ def block_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> Te
         view: the view, which may have any strides.
 
     Returns:
-        The block with exactly the view's elements if there is one, and otherwise whole rows of the first dimension.
+        The block with exactly the view's elements if there is one. Otherwise, whole rows of the first dimension.
     """
     if not shape:
         return whole_block(shape)
@@ -68,7 +68,7 @@ def block_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> Te
 
 
 def _index(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index in every dimension of the element at a flat position of a contiguous tensor."""
+    """Return the index, in every dimension, of the element at a flat position of a contiguous tensor."""
     index: list[int] = []
     for size in reversed(shape):
         position, rest = divmod(position, size)
@@ -77,13 +77,13 @@ def _index(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _follows(view: torch.Tensor, sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether the elements of a view are those of a block of the given sizes in a contiguous tensor."""
+    """Return whether a view has the elements of a block of the given sizes in a contiguous tensor."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return _merged(zip(strides, sizes, strict=True)) == _merged(zip(view.stride(), view.shape, strict=True))
 
 
 def _merged(steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return dimensions as pairs (stride, size), sorted by stride. Contiguous neighbouring dimensions are joined."""
+    """Return dimensions as pairs (stride, size), sorted by stride. Contiguous adjacent dimensions are joined."""
     merged: list[tuple[int, int]] = []
     for stride, size in sorted(steps):
         if size == 1:
@@ -96,20 +96,20 @@ def _merged(steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class ReadRecorder(TorchDispatchMode):
-    """Records which parts of watched tensors are read while the mode is active.
+    """Record which parts of watched tensors are read while the mode is active.
 
-    Making a view reads nothing. Every other operation on a view reads all of its elements. Code that reads memory
-    without PyTorch's operations is not noticed, so the result must be tested once before it is used (`lanes`).
+    An operation that makes a view reads nothing. Every other operation on a view reads all of its elements. Reads
+    without PyTorch's operations are not noticed, so the result must be tested before it is used (`lanes`).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: BlocksByName = {}
-        """Parts that were read, by the name of the tensor; tensors that were not read are missing."""
+        """Parts that were read, by tensor name. Tensors that were not read are missing."""
         self._watched: dict[int, tuple[StorageWeakRef, str, tuple[int, ...], int]] = {}
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Record reads of these tensors as long as they exist. They must be contiguous, each in its own storage."""
+        """Record reads of these tensors as long as they exist. Tensors must be contiguous, each in its own storage."""
         for name, tensor in tensors:
             storage = tensor.untyped_storage()
             of_tensor = (StorageWeakRef(storage), name, tuple(tensor.shape), int(tensor.storage_offset()))
@@ -134,34 +134,34 @@ class ReadRecorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Held:
-    """Description of a weight of which a rank holds blocks."""
+    """Description of a weight that a rank holds blocks of."""
 
     name: str
     """Hugging Face name."""
     dtype: str
-    """Torch dtype in which the weight is sent, without its prefix, for example "bfloat16"."""
+    """Torch dtype of the sent weight without its prefix, for example "bfloat16"."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     order: tuple[int, ...]
     """Sort key of the weight in the stream, equal on all ranks that hold blocks of the weight."""
     blocks: tuple[TensorBlock, ...]
-    """Places of the rank's blocks in the tensor."""
+    """Locations of the rank's blocks in the tensor."""
 
 
 class HeldWeights(Protocol):
-    """The weights of which a rank holds blocks."""
+    """Interface of the weights that a rank holds blocks of."""
 
     @property
     def device(self) -> torch.device:
         """Device of the values."""
 
     def described(self) -> Sequence[Held]:
-        """Return the weights in the order of the stream."""
+        """Return the descriptions of the weights, in stream order."""
 
     def values(self) -> Iterator[list[torch.Tensor]]:
         """Yield the values of the blocks of each weight, in the order of `described`.
 
-        All ranks must exhaust the iterator, because some values are computed by several ranks together.
+        All ranks must exhaust the iterator, because several ranks may compute a value together.
         """
 
 
@@ -171,11 +171,11 @@ class Readable:
 
     held: Held
     read: Callable[[], list[torch.Tensor]]
-    """Returns the values of the weight's blocks."""
+    """Function that returns the values of the weight's blocks."""
 
 
 class SharedReads[K: Hashable]:
-    """Reads each of several tensors once for all its blocks, and keeps the tensors until the last block is read.
+    """Read each of several tensors once for all of its blocks, and keep the tensors until the last block is read.
 
     Args:
         uses: number of blocks of all tensors together.
@@ -197,11 +197,11 @@ class SharedReads[K: Hashable]:
 
 
 class ReadableWeights:
-    """Weights that are read one by one (see `HeldWeights`).
+    """Weights that are read one by one (`HeldWeights`).
 
     Args:
         weights: the weights, in any order.
-        finish: called when all weights have been read.
+        finish: function that is called when all weights have been read.
     """
 
     def __init__(
@@ -212,18 +212,18 @@ class ReadableWeights:
         self.device = device
 
     def described(self) -> Sequence[Held]:
-        """See `HeldWeights.described`."""
+        """Describe the tensors (`HeldWeights.described`)."""
         return [weight.held for weight in self._weights]
 
     def values(self) -> Iterator[list[torch.Tensor]]:
-        """See `HeldWeights.values`."""
+        """Return the values of the tensors (`HeldWeights.values`)."""
         for weight in self._weights:
             yield weight.read()
         self._finish()
 
 
 class WholeWeights:
-    """Tensors that this rank holds whole (see `HeldWeights`).
+    """Weights that this rank holds as whole tensors (`HeldWeights`).
 
     Args:
         iterate: yields names and tensors. It is called once for each stream, and once before for the descriptions.
@@ -239,14 +239,14 @@ class WholeWeights:
         self.device = device
 
     def described(self) -> Sequence[Held]:
-        """See `HeldWeights.described`."""
+        """Describe the tensors (`HeldWeights.described`)."""
         if not self._described:
             named = enumerate(self._iterate())
             self._described = [_whole(name, tensor, number) for number, (name, tensor) in named]
         return self._described
 
     def values(self) -> Iterator[list[torch.Tensor]]:
-        """See `HeldWeights.values`."""
+        """Return the values of the tensors (`HeldWeights.values`)."""
         for _, tensor in self._iterate():
             yield [tensor]
 

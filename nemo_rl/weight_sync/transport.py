@@ -1,18 +1,18 @@
-"""Transports, which move the bytes of a bucket from a trainer rank to an engine: shared memory, CUDA IPC, collectives.
+"""Move the bytes of a bucket from a trainer rank to an engine, by shared memory, CUDA IPC or collectives.
 
-A transport has two halves in different processes, which share only a picklable spec. Fetching transports (shared
-memory, CUDA IPC) leave the bytes in memory that the receiver can map. Sending transports (collectives) move the bytes
-while both sides take part. Invariant: transports move bytes and never interpret them. A fetching sender does not change
-a buffer before all engines have loaded the bucket in it.
+A transport has two halves in different processes, which share only a picklable spec. With fetching transports (shared
+memory, CUDA IPC), the receiver maps memory of the sender. With sending transports (collectives), both sides take part
+in the transfer. Invariant: transports move bytes without interpreting them. A fetching sender does not change a buffer
+before all engines have loaded the bucket in it.
 
 Shared memory is for trainers and engines on one host. The trainer packs buckets directly into two unnamed memory files,
 which every sync reuses, so that pages are allocated only once. Engines map these files through the /proc entry of the
-trainer's process. The kernel frees the memory when that process ends, for whatever reason.
+trainer's process. The kernel frees the memory when that process ends for any reason.
 
 CUDA IPC is for engines that use the same GPU as a trainer rank, so that the bytes never leave the GPU. Every trainer
 rank packs the bucket on its own GPU and publishes an IPC handle under that GPU's uuid, and the engine on this GPU opens
-the handle. A buffer is exported only once and its mapping is kept, because torch allocates data for each export and
-frees it only with the buffer.
+the handle. A buffer is exported once and its mapping is kept, because torch allocates data for each export and frees
+this data only with the buffer.
 
 Collectives (NCCL or gloo) are for engines on other devices or hosts. A trainer rank broadcasts to workers of engines
 over a private process group, which does not affect the default groups of either side. Invariant: the trainer rank is
@@ -54,19 +54,19 @@ class TransportSpec:
     device: str = "cpu"
     """Device of the buckets, "cpu" or "cuda"."""
     bucket_size_bytes: int = 256 << 20
-    """Largest size of a buffer in bytes; a larger tensor gets a buffer of its own."""
+    """Largest size of a buffer in bytes. A larger tensor gets its own buffer."""
     verify: bool = True
-    """Whether fingerprints are computed and checked."""
+    """Whether to compute and check fingerprints."""
     master_address: str = "127.0.0.1"
-    """Collectives only: host of the rendezvous store, on which the sending trainer rank runs."""
+    """For collectives: host of the rendezvous store, on which the sending trainer rank runs."""
     master_port: int = 0
-    """Collectives only: port of the store."""
+    """For collectives: port of the store."""
     receivers: tuple[int, ...] = ()
-    """Collectives only: numbers of the workers that receive, among the workers of all engines."""
+    """For collectives: numbers of the receiving workers among the workers of all engines."""
     timeout_s: float = 600.0
-    """Collectives only: time limit of one operation in seconds."""
+    """For collectives: time limit of an operation in seconds."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further options of a transport."""
+    """Further options of the transport."""
 
     @property
     def world_size(self) -> int:
@@ -75,16 +75,16 @@ class TransportSpec:
 
 
 class SenderTransport(Protocol):
-    """The half of a transport in a trainer rank."""
+    """Interface of a transport's half in a trainer rank."""
 
     needs_send: bool
-    """Whether `send` must run while receivers receive."""
+    """Whether `send` must run while the receivers receive."""
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
         """Return a uint8 buffer of at least `num_bytes` for bucket `index`, which bucket `index + 2` reuses."""
 
     def publish(self, bucket: Bucket) -> None:
-        """Add to the bucket the handle with which receivers on this node or device open the packed buffer."""
+        """Add to the bucket the handle by which receivers on this node or device open the packed buffer."""
 
     def send(self, bucket: Bucket) -> None:
         """Send the packed buffer (sending transports only)."""
@@ -94,10 +94,10 @@ class SenderTransport(Protocol):
 
 
 class ReceiverTransport(Protocol):
-    """The half of a transport in a worker of an engine."""
+    """Interface of a transport's half in a worker of an engine."""
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's bytes as a uint8 tensor, which is valid until bucket `index + 2` is received."""
+        """Return the bucket's bytes as a uint8 tensor. They are valid until bucket `index + 2` is received."""
 
     def close(self) -> None:
         """Free mappings and groups."""
@@ -108,12 +108,12 @@ _SERIALS = itertools.count()
 
 
 class MemoryHandle(NamedTuple):
-    """Description with which another process of the host opens a buffer."""
+    """Description by which another process of the host opens a buffer."""
 
     path: str
     """Path of the memory file."""
     serial: int
-    """Number that distinguishes buffers that have had the same path at different times."""
+    """Number that distinguishes buffers with the same path at different times."""
     num_bytes: int
     """Size of the buffer in bytes."""
 
@@ -123,11 +123,11 @@ class SharedBuffer:
     """Memory that other processes of the host can map."""
 
     handle: MemoryHandle
-    """Description for other processes."""
+    """Description of the memory for other processes."""
     flat: torch.Tensor
-    """`[num_bytes]` uint8, the mapped memory."""
+    """`[num_bytes]` uint8 tensor of the mapped memory."""
     close: Callable[[], None]
-    """Frees the memory; existing mappings stay valid."""
+    """Function that frees the memory. Existing mappings stay valid."""
 
 
 def allocate(num_bytes: int) -> SharedBuffer:
@@ -165,7 +165,7 @@ def map_memory(handle: MemoryHandle) -> torch.Tensor:
 
 
 class SharedMemorySender:
-    """The trainer's half of shared memory, which one rank per node uses (see `WeightSender`)."""
+    """The trainer's half of shared memory. One rank per node uses it (`WeightSender`)."""
 
     needs_send = False
 
@@ -174,7 +174,7 @@ class SharedMemorySender:
         self._buffers: dict[int, SharedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`. A larger buffer is new memory, so that mappings of the old one stay valid."""
+        """Return the buffer. A larger one is new memory, so that mappings of the old one stay valid."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
         if held is None or held.flat.numel() < num_bytes:
@@ -198,17 +198,17 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """The engine's half of shared memory, which maps the sender's buffers and keeps each mapping for later syncs."""
+    """The engine's half of shared memory. It maps the sender's buffers, and keeps each mapping for later syncs."""
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
         self._mappings: dict[int, tuple[MemoryHandle, torch.Tensor]] = {}
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """See `ReceiverTransport.receive`.
+        """Receive a bucket of weights (`ReceiverTransport.receive`).
 
         Raises:
-            WeightSyncError: the sender has no memory on this host, or it cannot be opened from here.
+            WeightSyncError: the sender has no memory on this host, or this process cannot open it.
         """
         host = socket.gethostname()
         handle = bucket.handles.get(host)
@@ -243,7 +243,7 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 class IpcHandle(NamedTuple):
-    """Description with which another process opens a buffer."""
+    """Description by which another process opens a buffer."""
 
     serial: int
     """Number that distinguishes the sender's buffers."""
@@ -258,12 +258,12 @@ class _ExportedBuffer:
 
 
 def device_uuid(index: int = 0) -> str:
-    """Return the uuid of a visible GPU, which is the same in every process that sees the GPU."""
+    """Return the uuid of a visible GPU. It is the same in every process that sees the GPU."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 class CudaIpcSender:
-    """The trainer's half of CUDA IPC, which every rank uses."""
+    """The trainer's half of CUDA IPC. Every rank uses it."""
 
     needs_send = False
 
@@ -272,7 +272,7 @@ class CudaIpcSender:
         self._buffers: dict[int, _ExportedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`. The buffer is on this rank's GPU."""
+        """Return the buffer for a bucket, which is on this rank's GPU (`SenderTransport.buffer`)."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
         if held is None or held.flat.numel() < num_bytes:
@@ -296,14 +296,14 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """The engine's half of CUDA IPC, which maps the sender's buffers and keeps each mapping for later syncs."""
+    """The engine's half of CUDA IPC. It maps the sender's buffers, and keeps each mapping for later syncs."""
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
         self._mappings: dict[int, tuple[int, torch.Tensor]] = {}
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """See `ReceiverTransport.receive`.
+        """Receive a bucket of weights (`ReceiverTransport.receive`).
 
         Raises:
             WeightSyncError: no trainer rank runs on this engine's GPU, or its memory cannot be opened.
@@ -318,7 +318,7 @@ class CudaIpcReceiver:
         slot = bucket.index % _NUM_BUFFERS
         held = self._mappings.pop(slot, None)
         if held is None or held[0] != handle.serial:
-            held = None  # close the mapping of a freed buffer before the next one is opened
+            held = None  # close the mapping before the next one is opened
             held = (handle.serial, _map(handle))
         self._mappings[slot] = held
         return held[1][: bucket.num_bytes]
@@ -342,7 +342,7 @@ def _map(handle: IpcHandle) -> torch.Tensor:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Run a block in which memory is allocated with cudaMalloc and not in expandable segments.
+    """Run a block in which memory is allocated with cudaMalloc instead of expandable segments.
 
     Expandable segments are shared by file descriptors, which containers often do not allow. The allocator replaces all
     of its settings at once, so the other settings of the environment are passed again.
@@ -359,13 +359,13 @@ def _plain_segments() -> Iterator[None]:
         apply(settings)
 
 
-# All members are called at the same time, so a member that has not joined within a minute will not join any more.
+# # All members are called at the same time, so a member that has not joined within a minute will not join.
 JOIN_TIMEOUT_S = 60.0
 BROADCAST_TIMEOUT_S = 60.0
-"""Time limit of a broadcast on GPUs in seconds, besides the time for its bytes. It is needed because an NCCL kernel
-that waits for a dead process reports no error."""
+"""Time limit of a broadcast on GPUs in seconds, in addition to the time for its bytes. It is needed because an NCCL
+kernel that waits for a dead process does not report an error."""
 LEAST_BYTES_PER_S = 20e6
-"""Lowest speed that is expected of a network between GPUs."""
+"""Lowest expected speed of a network between GPUs."""
 _ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -373,7 +373,7 @@ class GroupMember:
     """Membership of one process in the private process group of a collective.
 
     Args:
-        spec: address of the store, number of members, and time limit of one operation. On GPUs a shorter limit may
+        spec: address of the store, number of members, and time limit of an operation. On GPUs, a shorter limit may
             apply (`BROADCAST_TIMEOUT_S`).
         rank: this member's rank in the group; rank 0 hosts the store.
 
@@ -387,10 +387,10 @@ class GroupMember:
         self._group: Any = _join(spec, rank)
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Broadcast a uint8 buffer from rank 0 and wait for it.
+        """Broadcast a uint8 buffer from rank 0, and wait for it.
 
         Raises:
-            WeightSyncError: another member has left or did not take part in time. This member leaves the group too.
+            WeightSyncError: another member left or did not take part in time. This member then leaves the group too.
         """
         if self._group is None:
             raise WeightSyncError("This process has left the group of the weight sync.")
@@ -402,14 +402,14 @@ class GroupMember:
             # The work is bound to no name, because the traceback of an error would keep the group's connections open.
             self._group.broadcast([flat], options).wait(limit)
         except RuntimeError as error:
-            self._group.abort()  # cancel work that waits for a process that has ended
+            self._group.abort()  # cancel work that waits for a dead process
             self.leave()
             raise WeightSyncError(f"The broadcast of weights failed: {error}") from error
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
 
     def _limit(self, num_bytes: int) -> timedelta:
-        """Return the time limit of a broadcast. It may be long for gloo, which reports a process that has ended."""
+        """Return the time limit of a broadcast. It may be long with gloo, which reports a dead process itself."""
         if not self._on_gpu:
             return self._timeout
         return min(self._timeout, timedelta(seconds=BROADCAST_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S))
@@ -417,12 +417,12 @@ class GroupMember:
     def leave(self) -> None:
         """Close this member's connections, and free the GPU memory of an NCCL communicator at once."""
         if self._group is not None and self._on_gpu:
-            self._group.abort()  # no work is lost, because each broadcast has been waited for
+            self._group.abort()  # each broadcast has ended, so no work is lost
         self._group = None
 
 
 def _join(spec: TransportSpec, rank: int) -> Any:
-    """Join the other members through the store, and return a gloo or NCCL process group for `broadcast`."""
+    """Join the other members through the store. Return a gloo or NCCL process group for `broadcast`."""
     timeout = timedelta(seconds=min(spec.timeout_s, JOIN_TIMEOUT_S))
     store = open_store(spec.master_address, spec.master_port, rank, spec.world_size, timeout)
     named = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
@@ -437,9 +437,9 @@ def _join(spec: TransportSpec, rank: int) -> Any:
 
 @contextmanager
 def _errors_stay_errors() -> Iterator[None]:
-    """Run a block that makes an NCCL group which reports a failed broadcast to its caller only.
+    """Run a block that makes an NCCL group whose failed broadcasts are reported only to the caller.
 
-    By default (3) the watchdog thread of a group ends the whole process, so an engine that ends would end the trainer
+    By default (3), the watchdog thread of a group ends the whole process, so the end of an engine would end the trainer
     too. A group reads the variable when it is constructed, so other groups are not affected. The watchdog still informs
     the default group of the process; `process_group.outlive_failed_groups` prevents a reaction to this.
     """
@@ -455,7 +455,7 @@ def _errors_stay_errors() -> Iterator[None]:
 
 
 class CollectiveSender:
-    """The trainer's half of a collective, which the sending rank of a lane uses."""
+    """The trainer's half of a collective. The sending rank of a lane uses it."""
 
     needs_send = True
 
@@ -465,7 +465,7 @@ class CollectiveSender:
         self._buffers: dict[int, torch.Tensor] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`."""
+        """Return the buffer for a bucket (`SenderTransport.buffer`)."""
         held = self._buffers.get(index % 2)
         if held is None or held.numel() < num_bytes:
             held = torch.empty(num_bytes, dtype=torch.uint8, device=self._spec.device)
@@ -493,7 +493,7 @@ class CollectiveReceiver:
         self._member = GroupMember(spec, rank)
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """See `ReceiverTransport.receive`. The call waits until the trainer sends."""
+        """Receive a bucket, after waiting until the trainer sends (`ReceiverTransport.receive`)."""
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._spec.device)
         self._member.broadcast(flat)
         return flat

@@ -1,7 +1,7 @@
-"""Verify that the weights that arrived are the weights that were sent.
+"""Verify that the received weights equal the sent weights.
 
-The sender adds a fingerprint to each tensor. The receiver computes the fingerprint again from the bytes that arrived,
-and answers with a receipt. Invariant: a mismatch raises a `WeightSyncError` that names the tensors.
+The sender adds a fingerprint to each tensor. The receiver computes the fingerprint again from the received bytes, and
+answers with a receipt. Invariant: a mismatch raises a `WeightSyncError` that names the tensors.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 
 _WORD_BYTES = 4
 _CHUNK_WORDS = 1 << 18
-# Number of chunks for one kernel: one on a CPU, whose cache holds one, and many on a GPU, which needs few launches (the
-# products take 128 MiB).
+# # Number of chunks per kernel: one on a CPU, whose cache holds one chunk, and many on a GPU, which needs few launches
+# (the products take 128 MiB).
 _CHUNKS_AT_A_TIME = {"cpu": 1, "cuda": 64}
 _CHUNK_MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
@@ -24,20 +24,20 @@ _MASK_64 = (1 << 64) - 1
 
 @dataclass
 class SyncReceipt:
-    """Answer of an engine's worker to one weight sync."""
+    """Answer of a worker of an engine to a weight sync."""
 
     receiver: str
     """Name of the worker."""
     version: int
-    """Version of the weights that the worker has received."""
+    """Version of the received weights."""
     num_tensors: int = 0
-    """Number of tensors that the worker has received."""
+    """Number of received tensors."""
     num_bytes: int = 0
-    """Number of bytes that the worker has received."""
+    """Number of received bytes."""
     mismatched: list[str] = field(default_factory=list)
     """Names of tensors whose fingerprint differs from the sender's."""
     unbound: list[str] = field(default_factory=list)
-    """Names of engine parameters into which no received tensor was loaded."""
+    """Names of engine parameters that got no received tensor."""
 
 
 def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:
@@ -64,7 +64,7 @@ def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:
 
 
 def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
-    """Return the fingerprint of one tensor (see `fingerprints`)."""
+    """Return the fingerprint of one tensor (`fingerprints`)."""
     return fingerprints(flat, [slot])[0]
 
 
@@ -83,7 +83,7 @@ def _sums(raw: torch.Tensor, weights: torch.Tensor, products: torch.Tensor) -> I
 
 
 def _chained(num_bytes: int, values: Iterator[int]) -> int:
-    """Return the fingerprint of a tensor of `num_bytes` bytes, whose `_sums` are the next items of `values`."""
+    """Return the fingerprint of a tensor of `num_bytes` bytes. The next items of `values` are its `_sums`."""
     num_words, num_tail_bytes = divmod(num_bytes, _WORD_BYTES)
     result = num_bytes
     for value in itertools.islice(values, -(-num_words // _CHUNK_WORDS)):
@@ -101,7 +101,7 @@ def mismatched_names(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[st
 
 
 def check_receipts(receipts: list[SyncReceipt], buckets: list[Bucket], version: int) -> None:
-    """Compare every engine's receipt with the buckets that were sent.
+    """Compare every engine's receipt with the sent buckets.
 
     Raises:
         WeightSyncError: no engine answered, or a receipt has another version, another number of tensors or bytes,

@@ -87,12 +87,12 @@ _ID_PREFIX = "chatcmpl-"
 
 
 class ChatCompletions:
-    """The dialect of OpenAI's Chat Completions. See `Dialect`."""
+    """Dialect of OpenAI's Chat Completions."""
 
     path = "/v1/chat/completions"
 
     def read(self, body: Body, memory: SessionMemory) -> CallRequest:
-        """See `Dialect.read`."""
+        """Read a request in this form (`Dialect.read`)."""
         fields = Fields(body)
         _refuse_functions(fields)
         reads_texts = fields.flag("logprobs") and not fields.flag("return_tokens_as_token_ids")
@@ -113,7 +113,7 @@ class ChatCompletions:
     def response(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Mapping[str, Any]:
-        """See `Dialect.response`."""
+        """Return the response to a request (`Dialect.response`)."""
         return {
             **header(body, answers, "chat.completion", _ID_PREFIX),
             "choices": [_choice(body, index, answer) for index, answer in enumerate(answers)],
@@ -124,7 +124,7 @@ class ChatCompletions:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`. The chunks of one answer follow each other without chunks of other answers."""
+        """Yield the chunks of each answer, one answer after another (`Dialect.events`)."""
         head = stream_header(body, answers, "chat.completion.chunk", _ID_PREFIX)
         first = prompt_token_ids(body, answers)
         for index, answer in enumerate(answers):
@@ -134,7 +134,7 @@ class ChatCompletions:
         yield from last_events(body, head, answers)
 
     def error(self, error: CallError) -> Mapping[str, Any]:
-        """See `Dialect.error`."""
+        """Return the body of an error (`Dialect.error`)."""
         return error_body(error)
 
 
@@ -171,7 +171,7 @@ def _choice(body: Body, index: int, answer: CallAnswer) -> Mapping[str, Any]:
 
 
 def _chunk_choices(body: Body, index: int, answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
-    """Yield the choices of an answer's chunks, of which the second has the log probabilities and tokens of them all."""
+    """Yield the choices of an answer's chunks. The second one has the log probabilities and tokens of all chunks."""
     deltas = [*_deltas(answer), {}]
     for position, delta in enumerate(deltas):
         is_last = position == len(deltas) - 1

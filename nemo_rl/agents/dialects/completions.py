@@ -27,12 +27,12 @@ _PROMPTS = "one text, or one list of token ids; send several prompts in several 
 
 
 class Completions:
-    """The dialect of OpenAI's Completions. See `Dialect`."""
+    """Dialect of OpenAI's Completions."""
 
     path = "/v1/completions"
 
     def read(self, body: Body, memory: SessionMemory) -> CallRequest:
-        """See `Dialect.read`."""
+        """Read a request in this form (`Dialect.read`)."""
         fields = Fields(body)
         reads_logprobs = fields.integer("logprobs", 0, 1) is not None
         options = fields.object("stream_options")
@@ -44,7 +44,7 @@ class Completions:
     def response(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Mapping[str, Any]:
-        """See `Dialect.response`."""
+        """Return the response to a request (`Dialect.response`)."""
         prompt = prompt_token_ids(body, answers)
         choices = [{**_choice(body, index, answer), **prompt} for index, answer in enumerate(answers)]
         return {
@@ -56,7 +56,7 @@ class Completions:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`. Each answer has a chunk with its text, and a chunk with the reason for its end."""
+        """Yield two chunks per answer: one with its text, one with the reason for its end (`Dialect.events`)."""
         head = stream_header(body, answers, "text_completion", _ID_PREFIX)
         prompt = prompt_token_ids(body, answers)
         for index, answer in enumerate(answers):
@@ -67,7 +67,7 @@ class Completions:
         yield from last_events(body, head, answers)
 
     def error(self, error: CallError) -> Mapping[str, Any]:
-        """See `Dialect.error`."""
+        """Return the body of an error (`Dialect.error`)."""
         return error_body(error)
 
 

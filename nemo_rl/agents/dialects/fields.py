@@ -27,7 +27,7 @@ class Fields:
         path: path of the object in the request, such as `messages[2]`, for errors. It is empty for the request itself.
 
     Raises:
-        CallError: `values` is no object.
+        CallError: `values` is not an object.
     """
 
     def __init__(self, values: Any, path: str = "") -> None:
@@ -61,7 +61,7 @@ class Fields:
         """Return a required text field.
 
         Raises:
-            CallError: the field is missing, no text, or empty.
+            CallError: the field is missing, not a text, or empty.
         """
         text = self.text(name)
         if text is None or not (text or may_be_empty):
@@ -155,7 +155,7 @@ class Fields:
         """Yield the objects of a list.
 
         Raises:
-            CallError: the field is no list of objects.
+            CallError: the field is not a list of objects.
         """
         for index, each in enumerate(self.items(name)):
             yield type(self)(each, f"{self.name_of(name)}[{index}]")
@@ -268,7 +268,7 @@ def parts_of(message: Fields, text_type: str, name: str = "content") -> Iterator
 
     Args:
         message: the object with the content.
-        text_type: type of the part that a text stands for.
+        text_type: type of the part that replaces a plain text.
         name: name of the field with the content.
 
     Raises:
@@ -288,7 +288,7 @@ def text_of(message: Fields, text_types: Collection[str], name: str = "content")
 
     Args:
         message: the object with the content.
-        text_types: types of parts that are texts. The first type stands for a content that is a text itself.
+        text_types: types of parts that are texts. The first type is also used for a content that is a text itself.
         name: name of the field with the content.
 
     Raises:
@@ -313,7 +313,7 @@ def part_text(part: Fields, text_types: Collection[str]) -> str:
     """Return the text of a part.
 
     Raises:
-        CallError: the part is no text.
+        CallError: the part is not a text.
     """
     kind = part.required_text("type")
     if kind not in text_types:

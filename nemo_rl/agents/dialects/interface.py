@@ -1,4 +1,4 @@
-"""The interface of a dialect."""
+"""Interface of a dialect."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,7 @@ class Event(NamedTuple):
 
 
 class Dialect(Protocol):
-    """Translates one API. A dialect has no state of its own, and keeps data only in the memory of a session."""
+    """Translate one API. A dialect has no state of its own, and keeps data only in the memory of a session."""
 
     path: str
     """Path of the API below the endpoint's address, for example `/v1/chat/completions`."""
@@ -29,7 +29,7 @@ class Dialect(Protocol):
         """Read a request.
 
         Raises:
-            CallError: a field is wrong, or the endpoint does not support what it asks for (status 400 for both).
+            CallError: a field is wrong, or the endpoint does not support its value (status 400 for both).
         """
 
     def response(

@@ -1,7 +1,7 @@
 """Translate Anthropic's Messages API, `/v1/messages`.
 
 The endpoint differs from Anthropic's own servers. `max_tokens` has no upper limit. `thinking` and its budget are
-ignored, because the chat template decides whether the policy reasons (see `chat_template_kwargs`). The policy does not
+ignored, because the chat template decides whether the policy reasons (`chat_template_kwargs`). The policy does not
 see `is_error` of a tool's result, and consecutive messages of one role stay separate messages.
 """
 
@@ -20,7 +20,7 @@ from nemo_rl.data.interfaces import Message
 type Block = dict[str, Any]
 
 UNPARSED = "unparsed_arguments"
-"""Key of a call's input if the model's arguments are no JSON object, which the API cannot represent.
+"""Key of a call's input if the model's arguments are not a JSON object, which the API cannot represent.
 
 The value of the key is the text of the arguments. Reading such an input returns this text."""
 
@@ -141,7 +141,7 @@ def _is_unparsed(given: Mapping[str, Any]) -> bool:
 
 
 def _parsed(arguments: str) -> Mapping[str, Any] | None:
-    """Return the object of a JSON text, or None if it is no object or has values that JSON does not allow."""
+    """Return the object of a JSON text, or None if it is not an object or has values that JSON does not allow."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -187,12 +187,12 @@ _ERROR_TYPES = {
 
 
 class Messages:
-    """The dialect of Anthropic's Messages API. See `Dialect`."""
+    """Dialect of Anthropic's Messages API."""
 
     path = "/v1/messages"
 
     def read(self, body: Body, memory: SessionMemory) -> CallRequest:
-        """See `Dialect.read`."""
+        """Read a request in this form (`Dialect.read`)."""
         fields = Fields(body)
         _refuse_unsupported(fields)
         if not fields.has("max_tokens"):
@@ -215,7 +215,7 @@ class Messages:
     def response(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Mapping[str, Any]:
-        """See `Dialect.response`."""
+        """Return the response to a request (`Dialect.response`)."""
         (answer,) = answers
         return {
             "id": f"msg_{answer.id}",
@@ -232,13 +232,13 @@ class Messages:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`."""
+        """Yield the events of a streamed response (`Dialect.events`)."""
         message = self.response(body, request, answers, memory)
         for data in _stream(message):
             yield Event(data, data["type"])
 
     def error(self, error: CallError) -> Mapping[str, Any]:
-        """See `Dialect.error`."""
+        """Return the body of an error (`Dialect.error`)."""
         default = "api_error" if error.status >= 500 else "invalid_request_error"
         kind = _ERROR_TYPES.get(error.status, default)
         return {"type": "error", "error": {"type": kind, "message": error.message}}

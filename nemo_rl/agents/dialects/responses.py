@@ -44,7 +44,7 @@ def read_items(fields: Fields) -> list[Message]:
 
 
 class _ItemReader:
-    """Reads items, and joins those of one answer of the model to one message.
+    """Read items, and joins those of one answer of the model to one message.
 
     Items of one answer have the answer's id in their own ids. If a program has left the ids out, a message begins with
     reasoning, a text or a call. It ends before the next reasoning, before a text that follows a text or a call, and
@@ -196,12 +196,12 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class Responses:
-    """The dialect of OpenAI's Responses API. See `Dialect`."""
+    """Dialect of OpenAI's Responses API."""
 
     path = "/v1/responses"
 
     def read(self, body: Body, memory: SessionMemory) -> CallRequest:
-        """See `Dialect.read`.
+        """Read a request in this form (`Dialect.read`).
 
         Raises:
             CallError: also with status 404 if the session has no response with the id `previous_response_id`.
@@ -223,7 +223,7 @@ class Responses:
     def response(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Mapping[str, Any]:
-        """See `Dialect.response`."""
+        """Return the response to a request (`Dialect.response`)."""
         (answer,) = answers
         response = _response(body, request, answer)
         if body.get("store") is not False:
@@ -234,11 +234,11 @@ class Responses:
     def events(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
-        """See `Dialect.events`."""
+        """Yield the events of a streamed response (`Dialect.events`)."""
         yield from _stream_events(dict(self.response(body, request, answers, memory)))
 
     def error(self, error: CallError) -> Mapping[str, Any]:
-        """See `Dialect.error`."""
+        """Return the body of an error (`Dialect.error`)."""
         return error_body(error)
 
 
@@ -254,7 +254,7 @@ def _instructions(fields: Fields) -> list[Message]:
 
 
 def _earlier(fields: Fields, memory: SessionMemory) -> Sequence[Message]:
-    """Return the conversation to which `previous_response_id` refers."""
+    """Return the conversation that `previous_response_id` names."""
     name = "previous_response_id"
     response_id = fields.text(name)
     if response_id is None:
@@ -301,7 +301,7 @@ def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str,
 
 
 def _output(body: Body, answer: CallAnswer) -> list[dict[str, Any]]:
-    """Return the items of an answer. The last item has the tokens of the call if the request asks for them."""
+    """Return the items of an answer. The last item has the tokens of the call if the request wants them."""
     *items, last = items_of(answer)
     return [*items, {**last, **exact_tokens(body, answer)}]
 

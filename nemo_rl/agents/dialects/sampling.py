@@ -23,7 +23,7 @@ _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 
 type FormPlaces = Sequence[tuple[Fields | None, str]]
-"""Places of a form in a request: an object (None if it is left out), and the name of its field with the form."""
+"""Places of a form in a request: an object (None if it is missing), and the name of its field with the form."""
 
 
 def answer_form(fields: Fields, own: FormPlaces = ()) -> Grammar | None:
@@ -161,9 +161,9 @@ def sampling_fields(
     """Return the attributes of a `CallRequest` that say how to sample, by name.
 
     Args:
-        length_fields: names of fields for the largest number of tokens. The first one that is given counts.
+        length_fields: names of fields for the largest number of tokens. The first one in the request is used.
         stop_field: name of the field for stop strings.
-        own_forms: see `answer_form`.
+        own_forms: `own` of `answer_form`.
 
     Raises:
         CallError: a field is wrong or not supported.

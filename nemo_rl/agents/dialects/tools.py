@@ -20,7 +20,7 @@ def nested_tools(fields: Fields) -> list[Tool]:
     """Read the tools of Chat Completions: `{"type": "function", "function": {...}}`.
 
     Raises:
-        CallError: a tool is wrong, or is no function.
+        CallError: a tool is wrong, or is not a function.
     """
     tools = []
     for tool in _tool_fields(fields):
@@ -36,7 +36,7 @@ def flat_tools(fields: Fields) -> list[Tool]:
     """Read the tools of the Responses API: `{"type": "function", "name": ..., "parameters": ...}`.
 
     Raises:
-        CallError: a tool is wrong, or is no function.
+        CallError: a tool is wrong, or is not a function.
     """
     tools = []
     for tool in _tool_fields(fields):
@@ -82,7 +82,7 @@ def tool_choice(fields: Fields, tools: list[Tool]) -> dict[str, Any]:
 
 
 def _choice(fields: Fields, tools: list[Tool]) -> tuple[str, str | None]:
-    """Return "none", "auto", "required" (at Anthropic "any") or "named", and in the last case the name of the tool."""
+    """Return "none", "auto", "required" (Anthropic's "any") or "named", and for "named" also the name of the tool."""
     value = fields.values.get("tool_choice")
     if value is None:
         return "auto", None

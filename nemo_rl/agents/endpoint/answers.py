@@ -25,12 +25,12 @@ ID_LENGTH = 9
 """Length of ids. Some chat templates require this length for the ids of tool calls."""
 _DIGITS = string.digits + string.ascii_lowercase
 _MOST_PARSERS = 64
-"""Largest number of parsers that are kept. Each sample may offer other tools, which need another parser."""
+"""Largest number of parsers that are kept. Samples with different tools need different parsers."""
 
 
 @dataclass(frozen=True)
 class ReadAnswer:
-    """The parts of an answer. They are named like the attributes of `CallAnswer`."""
+    """Parts of an answer, with the names of the attributes of `CallAnswer`."""
 
     content: str
     reasoning: str | None = None
@@ -40,7 +40,7 @@ class ReadAnswer:
 
 @dataclass
 class AnswerReader:
-    """Reads the answers to the programs of one environment.
+    """Read the answers to the programs of one environment.
 
     Args:
         tokenizer: tokenizer that decodes the answers.
@@ -69,7 +69,7 @@ class AnswerReader:
             self._reasoning = ReasoningReader(self.reasoning_parser, self.tokenizer)
 
     async def prepare(self, request: CallRequest) -> None:
-        """Choose the parser for the tools of a request, unless this was done before, without blocking the event loop.
+        """Choose the parser for the tools of a request, without blocking the event loop. A second call does nothing.
 
         Raises:
             ConfigError: no parser reads the calls that the chat template writes.
@@ -115,7 +115,7 @@ class AnswerReader:
             return None, text
         reasoning, rest = self._reasoning.split(text, request.template_kwargs)
         has_form = request.grammar is not None or request.forced_tool is not None
-        # The form may leave no room for reasoning, but parsers take an answer without an end of thinking for reasoning.
+        # The form may leave no room for reasoning, but parsers read an answer without an end of thinking as reasoning.
         return (None, text) if has_form and not rest else (reasoning, rest)
 
     def _parser(self, tools: Sequence[Any]) -> CallParser:
@@ -140,7 +140,7 @@ class AnswerReader:
 
 
 def _parses_tools(request: CallRequest) -> bool:
-    """Return whether the answer to a request is searched for tool calls."""
+    """Return whether tool calls are parsed in the answer to a request."""
     return bool(request.tools) and request.reads_tool_calls and request.forced_tool is None
 
 

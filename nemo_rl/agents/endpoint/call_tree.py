@@ -28,24 +28,24 @@ type Digest = bytes
 
 @dataclass(eq=False)
 class Call:
-    """A call that was answered."""
+    """Answered call."""
 
     id: str
     """Id of the call within the session."""
     parent: "Call | None"
-    """The call whose answer is continued, or None if this call continues none."""
+    """Call whose answer is continued, or None if this call continues none."""
     added: Message
-    """The messages before the answer as one message, with the `token_ids` that follow the parent's tokens."""
+    """Messages before the answer as one message, with the `token_ids` that follow the parent's tokens."""
     answer: Message
     """Message with `content`, `token_ids` and `generation_logprobs`."""
     weight_versions: Sequence[VersionSpan]
     """Versions of the weights that sampled the answer, with the token at which each begins."""
     served_by: ServedBy | None
-    """The engine that wrote the answer."""
+    """Engine that sampled the answer."""
     is_cut: bool = False
     """Whether a limit cut the answer off, so that it ends without a token that ends a turn."""
     cut_by: Ending | None = None
-    """The limit of the run that cut the answer off, or None if none did or the limit was the program's own."""
+    """The limit of the run that cut the answer off, or None if no limit or the program's own limit did."""
     num_beginning: int = 0
     """Number of tokens at the end of `added` that are the beginning of the answer, written by the program."""
 
@@ -78,21 +78,21 @@ class Call:
 
 @dataclass(frozen=True)
 class History:
-    """The part of a request that an earlier call already contains."""
+    """Part of a request that an earlier call already contains."""
 
     parent: Call | None = None
-    """The call that the request continues, or None if it continues none."""
+    """Call that the request continues, or None if it continues none."""
     num_known: int = 0
     """Number of messages of the request that the parent's tokens already contain."""
 
 
 @dataclass
 class CallTree:
-    """The calls of one sample, in the order in which they were answered."""
+    """Calls of one sample, in the order in which they were answered."""
 
     calls: list[Call] = field(default_factory=list)
     _by_history: defaultdict[Digest, list[Call]] = field(default_factory=lambda: defaultdict(list))
-    """Calls by the digest of their history with the answer. Of equal calls, the newest one is last."""
+    """Calls by the digest of their history with the answer. Equal calls are in order, with the newest one last."""
     _plain: list[tuple[Call, str]] = field(default_factory=list)
     """Calls that are plain completions, with the text of prompt and answer."""
 
@@ -112,7 +112,7 @@ class CallTree:
         return call if call is not None and call.is_cut else None
 
     def _call_at(self, digest: Digest, message: Message) -> Call | None:
-        """Return the call with a history and an answer, preferring the same reasoning, and then the newest call."""
+        """Return the call with a history and an answer. Calls with the same reasoning come first, then newer calls."""
         same = self._by_history.get(digest, [])
         if message["role"] != "assistant" or not same:
             return None

@@ -34,7 +34,7 @@ class CallRequest:
     grammar: Grammar | None = None
     """Form of an answer that is not forced to be a call, or None for any form."""
     max_tokens: int | None = None
-    """Largest number of tokens of an answer, or None for as many as the run allows."""
+    """Largest number of tokens of an answer, or None for the run's limit."""
     stop: tuple[str, ...] = ()
     """Stop strings, which end the answer and are not part of its content."""
     num_answers: int = 1
@@ -42,7 +42,7 @@ class CallRequest:
     seed: int | None = None
     """Seed that the program sets, or None if it sets none."""
     temperature: float | None = None
-    """Softmax temperature that the program asks for, or None for that of the run."""
+    """Softmax temperature of the request, or None for that of the run."""
     top_p: float | None = None
     """Value for `SamplingParams.top_p`, or None for that of the run."""
     top_k: int | None = None
@@ -63,7 +63,7 @@ class AnsweredToolCall:
     """Id of the call within the session."""
     name: str
     arguments: str
-    """Arguments as JSON text, or the text of the model if it is no valid JSON."""
+    """Arguments as JSON text, or the text of the model if it is not valid JSON."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class CallError(Exception):
         status: HTTP status.
         message: text that says what was given, what is allowed and what to do.
         code: short name of the cause for programs, such as "context_length_exceeded" or "invalid_api_key".
-        parameter: field of the request that is wrong, or None if it is no single field.
+        parameter: field of the request that is wrong, or None if no single field is wrong.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, parameter: str | None = None) -> None:

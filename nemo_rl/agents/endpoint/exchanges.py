@@ -2,7 +2,7 @@
 
 A client repeats a request if it was refused for the moment, or if the connection was lost before or after the answer.
 The packages openai and anthropic mark repeated requests in a header. Invariant: an answer that no client has received
-or waits for is given to the next request with the same content. Requests that are no repetitions get their own.
+or waits for is given to the next request with the same content. Other requests get their own answers.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ class Exchange:
 
     @property
     def is_lost(self) -> bool:
-        """True if no client waits for the answers and none has received them."""
+        """Whether no client waits for the answers and no client has received them."""
         return self.num_waiting == 0 and not self.is_delivered
 
     @property
     def was_refused(self) -> bool:
-        """True if the request has ended without answers."""
+        """Whether the request has ended without answers."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     async def answers(self, gone: Awaitable[None]) -> list[CallAnswer]:
@@ -72,10 +72,10 @@ class Exchange:
 
 @dataclass
 class Exchanges:
-    """The exchanges of a session, by the identity of their requests."""
+    """Exchanges of a session by the identity of their requests."""
 
     counts: Counter[str]
-    """Counts. `retries` is the number of requests that were recognised as repetitions."""
+    """Counts for metrics. `retries` is the number of requests that were recognised as repetitions."""
     _known: defaultdict[str, list[Exchange]] = field(default_factory=lambda: defaultdict(list))
     _refused: Counter[str] = field(default_factory=Counter)
     """Number of refusals of each request with status 429. The repetition of a refused request is a new call."""

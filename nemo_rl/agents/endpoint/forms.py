@@ -75,7 +75,7 @@ def _without_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _definitions(schemas: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Collect the definitions of all schemas for the root of the form, at which references look for them."""
+    """Collect the definitions of all schemas for the root of the form, where references expect them."""
     found: dict[str, dict[str, Any]] = {}
     for schema in schemas:
         for place in _DEFINITIONS:
@@ -96,7 +96,7 @@ MOST_CHARACTERS = {"json": 65_536, "choice": 65_536, "grammar": 32_768, "regex":
 _MOST_REPETITIONS = 256
 """Largest number of quantifiers in a regular expression or grammar. The engine's time grows with its third power."""
 _MOST_PROPERTIES = 256
-"""Largest number of properties of an object in a JSON schema, whose number also determines the engine's time."""
+"""Largest number of properties of an object in a JSON schema, which also determines the engine's time."""
 _QUANTIFIERS = "*+?{"
 
 
@@ -109,8 +109,8 @@ def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, f
 
     Raises:
         CallError: the format rules out tool calls that the request allows, the format is too large, the schemas of the
-            tools do not fit into one form (see `form_of_calls`), or the answer is used for training and is not sampled
-            from the unmodified policy (temperature 1, no top_p, top_k or bad_words).
+            tools do not fit into one form (as in `form_of_calls`), or the answer is used for training and is not
+            sampled from the unmodified policy (temperature 1, no top_p, top_k or bad_words).
     """
     grammar = request.grammar
     if request.forced_tool is not None:
@@ -160,7 +160,7 @@ def _check_size(grammar: Grammar) -> None:
 
 
 def _most_properties(schema: str) -> int:
-    """Return the largest number of properties of an object in a JSON schema, or 0 if the text is no JSON."""
+    """Return the largest number of properties of an object in a JSON schema, or 0 if the text is not JSON."""
     most = 0
     try:
         pending = [json.loads(schema)]

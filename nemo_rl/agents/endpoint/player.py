@@ -85,7 +85,7 @@ class _Row:
     weight_versions: list[VersionSpan]
     """Versions of the weights that sampled the trained answers."""
     calls: list[Call]
-    """The calls whose answers this conversation trains."""
+    """Calls whose answers this conversation trains."""
 
 
 def _row(leaf: Call, trained: set[str]) -> _Row:
@@ -112,7 +112,7 @@ def _row(leaf: Call, trained: set[str]) -> _Row:
 
 @dataclass(frozen=True)
 class Played:
-    """The end of a program."""
+    """Result of a finished program."""
 
     step: StepResult
     """Result of the environment's step."""
@@ -131,7 +131,7 @@ class _AgentSettings:
 
 @dataclass
 class AgentPlayer:
-    """Plays any number of samples of agent environments concurrently on one event loop."""
+    """Play any number of samples of agent environments concurrently on one event loop."""
 
     generation: GenerationInterface
     tokenizer: TokenizerType
@@ -139,7 +139,7 @@ class AgentPlayer:
     limits: RolloutLimits
     """Limits of a sample."""
     text_rules: TextRules
-    """See `RolloutRunner`."""
+    """Rules for control tokens in texts, as in `RolloutRunner`."""
     config: AgentEndpointConfig
     """The endpoint's section."""
     _endpoint: AgentEndpoint | None = field(default=None, init=False)
@@ -162,7 +162,7 @@ class AgentPlayer:
             sample: sample with only its prompt.
             step_of: the method `step` of the sample's environment.
             seed_of: function that returns the seeds of answers.
-            trains: see `CallParts.trains`.
+            trains: `CallParts.trains`.
 
         Raises:
             Exception: the engines can no longer answer, or the environment cannot be kept running.

@@ -21,10 +21,10 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens before an answer."""
+    """Tokens before an answer."""
 
     parent: Call | None
-    """The call whose tokens come first, or None if the request continues no call."""
+    """Call whose tokens come first, or None if the request continues no call."""
     added: Message
     """Message with the `token_ids` that follow the parent's tokens."""
     num_beginning: int = 0
@@ -39,19 +39,19 @@ class Prompt:
 
 @dataclass
 class PromptRenderer:
-    """Renders the requests of one sample."""
+    """Render the requests of one sample."""
 
     tokenizer: TokenizerType
     """Tokenizer that renders and encodes."""
     text_rules: TextRules
-    """See `RolloutRunner`."""
+    """Rules for control tokens in texts, as in `RolloutRunner`."""
     longest: int
     """Largest number of tokens of a prompt. Of a longer prompt, only a part is encoded, which is still too long."""
     history: Literal["keep", "template"]
-    """See `SessionSettings.history`."""
+    """How a session treats its history (`SessionSettings.history`)."""
     counts: Counter[str]
-    """Counts. `unlike_template` is the number of requests whose kept tokens differ from the rendering of the whole
-    history by the chat template, and `new_trees` the number of requests for which a new tree was started."""
+    """Counts for metrics.  `unlike_template` is the number of requests whose kept tokens differ from the rendering of
+    the whole history by the chat template, and `new_trees` the number of requests for which a new tree was started."""
     _renderers: dict[str, ObservationRenderer] = field(default_factory=dict)
     """Renderers by the variables of the chat template, as JSON."""
 

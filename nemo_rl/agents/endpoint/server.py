@@ -54,7 +54,7 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
     """Return the body of a request, with the fields of its `metadata.extra_body`.
 
     Raises:
-        CallError: the body is no JSON object.
+        CallError: the body is not a JSON object.
     """
     try:
         body = json.loads(raw)
@@ -124,7 +124,7 @@ class _Client:
     earlier_starts: set[str] = field(default_factory=set)
 
     def admits(self, start: str) -> bool:
-        """Return whether a request comes from the newest start of the program. A new start resets the session.
+        """Return whether a request is from the newest start of the program. A new start resets the session.
 
         A program is started again when the process of its environment has died.
         """
@@ -152,7 +152,7 @@ class _Admitted(NamedTuple):
 
 
 class AgentEndpoint:
-    """Serves the sessions of one event loop."""
+    """Serve the sessions of one event loop."""
 
     def __init__(self, config: AgentEndpointConfig) -> None:
         self._config = config
@@ -199,7 +199,7 @@ class AgentEndpoint:
         return self._clients[key].secret
 
     def close(self, key: str) -> None:
-        """Refuse further requests with a key."""
+        """Refuse further requests that have this key."""
         client = self._clients.pop(key, None)
         if client is not None:
             self._guard.close(client)
@@ -364,7 +364,7 @@ class AgentEndpoint:
 
 
 def _read(dialect: Dialect, body: dict[str, Any], session: AgentSession) -> tuple[dict[str, Any], CallRequest]:
-    """Return the body of a request and the call that it asks for. The function raises the errors of `Dialect.read`."""
+    """Return the body of a request and its call. The function raises the errors of `Dialect.read`."""
     return body, dialect.read(body, session.memory)
 
 

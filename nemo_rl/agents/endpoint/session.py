@@ -52,7 +52,7 @@ from nemo_rl.utils.errors import ConfigError, DataError, GenerationError, NoAnsw
 
 @dataclass(frozen=True)
 class Grant:
-    """The tokens that the answers of one request may have."""
+    """Number of tokens that the answers to one request may have."""
 
     tokens: int
     """Largest number of tokens of each answer."""
@@ -68,7 +68,7 @@ class Grant:
 
 @dataclass
 class Budget:
-    """Answers and tokens that a program may still get."""
+    """Answers and tokens that a program may still request."""
 
     limits: RolloutLimits
     """Limits of the sample."""
@@ -77,13 +77,13 @@ class Budget:
     max_calls: int
     """Largest number of answers."""
     num_calls: int = 0
-    """Number of answers that were granted."""
+    """Number of granted answers."""
     num_tokens: int = 0
     """Number of tokens of finished answers."""
     num_granted: int = 0
     """Number of tokens that are reserved for answers that are being sampled."""
     bound: Ending | None = None
-    """The limit for which the last request was refused, or None if it was granted."""
+    """Limit for which the last request was refused, or None if it was granted."""
 
     def grant(self, request: CallRequest, num_prompt_tokens: int, num_reserved: int = 0) -> Grant:
         """Take the answers of a request out of the budget.
@@ -116,7 +116,7 @@ class Budget:
         return Grant(tokens, request.num_answers, None if is_own else bound)
 
     def give_back(self, grant: Grant, num_tokens: int) -> None:
-        """Replace the reserved tokens of a grant by the tokens that its answers have.
+        """Replace the reserved tokens of a grant by the actual tokens of its answers.
 
         Args:
             num_tokens: number of tokens of the answers.
@@ -149,9 +149,9 @@ COUNTS = (
     "constrained_tokens",
     "scored_later_tokens",
 )
-"""Names of a session's counts for metrics. They count answers that were asked for, repeated requests, answers whose
-client had closed the connection, refused requests, histories that the chat template renders differently, trees that
-were started for such histories, and tokens of answers with a demanded form."""
+"""Names of a session's counts for metrics. They count requested answers, repeated requests, answers whose client had
+closed the connection, refused requests, histories that the chat template renders differently, trees that were started
+for such histories, and tokens of answers with a demanded form."""
 
 _CLOSE_S = 1.0
 _THREADS = ThreadPoolExecutor(8, thread_name_prefix="agent-session")
@@ -168,7 +168,7 @@ class SessionSettings:
     reader: AnswerReader
     """Reader of the answers."""
     max_calls: int = 64
-    """Largest number of answers that a program may ask for."""
+    """Largest number of answers that a program may request."""
     max_concurrent_calls: int = 64
     """Largest number of a program's requests that are answered at the same time. Further requests are refused."""
     sampling: Literal["run", "request"] = "run"
@@ -187,13 +187,13 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class CallParts:
-    """The parts of the run that a session uses."""
+    """Parts of the run that a session uses."""
 
     generation: GenerationInterface
     tokenizer: TokenizerType
     """Tokenizer that renders and encodes."""
     text_rules: TextRules
-    """See `RolloutRunner`."""
+    """Rules for control tokens in texts, as in `RolloutRunner`."""
     limits: RolloutLimits
     """Limits of the sample."""
     sampling: SamplingParams
@@ -203,7 +203,7 @@ class CallParts:
 
 @dataclass(eq=False)
 class AgentSession:
-    """The calls of one sample."""
+    """Calls of one sample."""
 
     parts: CallParts
     """Parts of the run that the session uses."""
@@ -212,13 +212,13 @@ class AgentSession:
     seed_of: CallSeed
     """Function that returns the seeds of answers."""
     tree: CallTree = field(init=False)
-    """The calls that were answered."""
+    """Calls that were answered."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts for metrics."""
     failure: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Future that gets an exception if engines can no longer answer, which ends the run."""
+    """Future that gets an exception if engines can no longer answer. This ends the run."""
     unanswered: str | None = None
-    """Why the model's server gave no answer to a request or withheld one, or None if it did neither."""
+    """Reason why the model's server gave no answer or withheld one, or None if all requests were answered."""
     memory: dict[str, Any] = field(init=False)
     """Memory that dialects use between requests."""
     generation_s: float = 0.0

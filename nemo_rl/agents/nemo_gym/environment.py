@@ -36,10 +36,10 @@ def read_rollout(result: Any, row: Mapping[str, Any]) -> AgentResult:
 
     Args:
         result: the value that the agent returned.
-        row: the row that the agent got. Numbers of the row are no metrics.
+        row: the row that the agent got. Numbers of the row are not metrics.
 
     Raises:
-        ValueError: the result is no object, or has no finite reward.
+        ValueError: the result is not an object, or has no finite reward.
     """
     if not isinstance(result, Mapping):
         raise ValueError(f"it is a {type(result).__name__}, not an object")
@@ -58,7 +58,7 @@ def extract_reward_components(nemo_gym_result: Mapping[str, Any]) -> dict[str, f
     """Return the components of a result's reward by name, or None if it has no components.
 
     Raises:
-        ValueError: the components are no mapping from names to finite numbers.
+        ValueError: the components are not a mapping from names to finite numbers.
     """
     given = nemo_gym_result.get(_COMPONENTS)
     if given is None:
@@ -92,7 +92,7 @@ _LARGEST_RESULT = 2**26
 
 
 class GymProgram(AgentProgram):
-    """Runs rollouts of NeMo Gym.
+    """Run rollouts of NeMo Gym.
 
     Args:
         section: the section `env.nemo_gym`.
@@ -108,7 +108,7 @@ class GymProgram(AgentProgram):
         self._log = Path(section.log_dir, RESULTS_FILE) if section.logs_results else None
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`. The first rollout starts the servers, for which its deadline is extended."""
+        """Run a program. The first rollout starts the servers, which extends its deadline."""
         row = task.row.get(GYM_ROW)
         if row is None:
             raise AgentError("the row is none of NeMo Gym; use dataset_name: NemoGymDataset")
@@ -181,7 +181,7 @@ class NemoGym(ProgramEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the command that starts the servers, and the parsers."""
+        """Check the command of the servers, and the parsers (`EnvironmentInterface.check_section`)."""
         cfg = NemoGymConfig.of(section)
         if cfg.config_paths:
             find_program(cfg)

@@ -35,7 +35,7 @@ from nemo_rl.utils.addresses import http_address
 from nemo_rl.utils.errors import ConfigError
 
 API_KEY = "nemo_rl"
-"""API key of the servers. It is no secret, because the endpoint accepts only the keys of samples."""
+"""API key of the servers. It is not a secret, because the endpoint accepts only the keys of samples."""
 _PLAIN = re.compile(r"[\w./:@+-]+")
 
 
@@ -254,7 +254,7 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """True if the command and its processes have ended."""
+        """Whether the command and its processes have ended."""
         return self._process.returncode is not None
 
     @property
@@ -327,7 +327,7 @@ async def _answering(host: str, port: int, deadline: float, process: _Process | 
 
 
 async def _wait(deadline: float, process: _Process | None, reason: str) -> None:
-    """Wait for a moment. Raise an error if the process has ended or the deadline has passed."""
+    """Wait for a moment. Raise an error if the process has ended or the deadline is over."""
     if process is not None and process.has_ended:
         raise AgentError(process.last_words)
     if time.monotonic() > deadline:

@@ -97,7 +97,7 @@ def find_program(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., An
         A function and its arguments besides the task, or a class and the arguments of its constructor.
 
     Raises:
-        ConfigError: see `CallableProgram`.
+        ConfigError: as in `CallableProgram`.
     """
     what = f"env.agent.program={path!r}"
     found = import_dotted(path, ConfigError, what, _ADVICE)

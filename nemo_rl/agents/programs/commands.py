@@ -80,7 +80,7 @@ _GUARD = str(Path(__file__).with_name("guard.py"))
 
 
 class CommandProgram(AgentProgram):
-    """Runs a process for each task, with the rights, the environment variables and the network of this process.
+    """Run a process for each task, with the rights, the environment variables and the network of this process.
 
     Args:
         command: program and arguments.
@@ -166,7 +166,7 @@ async def _ended(process: asyncio.subprocess.Process, reads: Sequence[asyncio.Ta
 
 
 async def _returned(process: asyncio.subprocess.Process) -> bool:
-    """Return whether a process ends in time. Its pipes, which nothing reads any more, may stay open."""
+    """Return whether a process ends in time. Its pipes are no longer read, and may stay open."""
     deadline = asyncio.get_running_loop().time() + _END_DEADLINE_S
     while process.returncode is None and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)

@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleGrade:
-    """The rewards of one sample."""
+    """Rewards of one sample."""
 
     rewards: Mapping[str, float]
     """Reward of the sample under the name "", or one reward for each named component."""
     answer: str | None = None
-    """The graded text."""
+    """Graded text."""
     row: Any = None
     """Metadata that the grader returned, or None without a grader."""
 
@@ -180,7 +180,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Average the metrics of the programs of B samples, and let the grader correct rewards and add its metrics.
 
-        The data that `step` added may be missing in samples of rollout runners and in restored samples, if it is no
+        The data that `step` added may be missing in samples of rollout runners and in restored samples, if it is not
         plain data. Averages are over the samples that have this data. The grader is called only if no sample lacks it,
         because the grader corrects a batch as a whole.
         """
@@ -244,7 +244,7 @@ class AgentEnvironment(ProgramEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the program, its grader and its parsers."""
+        """Check the program, its grader and its parsers (`EnvironmentInterface.check_section`)."""
         cfg = AgentEnvironmentConfig.of(section)
         if cfg.program is not None:
             find_program(cfg.program, cfg.kwargs)  # the user's class is constructed only in the environment's process

@@ -75,7 +75,7 @@ def finite_number(value: Any, key: str) -> float:
         key: name of the number, for the error.
 
     Raises:
-        ValueError: the value is no finite number.
+        ValueError: the value is not a finite number.
     """
     if not isinstance(value, Real):
         raise ValueError(f"it returned {key}={_shown(value)}, which is no number")
@@ -142,7 +142,7 @@ class AgentTask:
     tools: Sequence[Mapping[str, Any]] | None
     """Tools of the row in OpenAI's form, or None if it has none."""
     row: Mapping[str, Any]
-    """Fields of the row that the program may see (see `env.agent.row_fields`)."""
+    """Fields of the row that the program may see (`env.agent.row_fields`)."""
     base_url: str
     """Address of the endpoint, up to `/v1`."""
     api_key: str = field(repr=False)
@@ -166,7 +166,7 @@ class AgentTask:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """The fields by name, for programs that read JSON."""
+        """Return the fields by name, for programs that read JSON."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def without_key(self, text: str) -> str:
@@ -181,7 +181,7 @@ class AgentError(Exception):
 
 
 class AgentProgram(abc.ABC):
-    """Starts one program for each task. Several programs can run at the same time."""
+    """Interface of classes that start one program for each task. Several programs can run at the same time."""
 
     @abc.abstractmethod
     async def run(self, task: AgentTask) -> AgentResult:

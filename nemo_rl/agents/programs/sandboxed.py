@@ -42,7 +42,7 @@ _ADVICE = (
 
 
 class SandboxedCommand(AgentProgram):
-    """Runs an isolated process for each task.
+    """Run an isolated process for each task.
 
     Args:
         cfg: the section `env.agent`, with a command.

@@ -16,7 +16,7 @@ SHOWN_CHARS = 200
 _MAX_ATTEMPTS = 4
 _BACKOFF_S = 0.5
 _REFUSED = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
-"""Status codes by which a service says that it has not run the program."""
+"""Status codes with which a service says that it has not run the program."""
 
 
 class _MayPassError(Exception):
@@ -24,7 +24,7 @@ class _MayPassError(Exception):
 
 
 class TaskPoster:
-    """Posts any number of tasks at the same time on one event loop.
+    """Post any number of tasks at the same time on one event loop.
 
     Args:
         largest_response: largest number of bytes of a response that are read.
@@ -103,7 +103,7 @@ class ServiceProgram(AgentProgram):
         self._poster = TaskPoster(_LARGEST_RESPONSE)
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`. The request is repeated if the service cannot be reached or refuses for now."""
+        """Run a program (`AgentProgram.run`). A request is repeated if the service is temporarily unavailable."""
         try:
             body = json.dumps(task.as_json).encode()
         except (TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Compute the advantage of each sampled token from the rewards of its group.
 
-Invariants: a sample without a reward (`valid_mask` 0) enters no baseline, deviation or whitening. A sample that only
-the loss leaves out stays in baseline and deviation. Tokens that do not count in the loss have the advantage 0.
+Invariants: baselines, deviations and whitening ignore samples without a reward (`valid_mask` 0). Baselines and
+deviations include samples that only the loss excludes. Tokens that do not count in the loss get the advantage 0.
 
 Legend: `B` samples, `T` tokens, `K` reward components, `N` response turns of the sample with the most turns.
 """
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 
 
 class AdvantageExtras(TypedDict, total=False):
-    """Further inputs of an estimator, besides prompts, rewards and mask."""
+    """Optional inputs of an estimator, in addition to prompts, rewards and mask."""
 
     group_ids: Tensor  # [B] int64; rows with equal ids are answers to one prompt
     valid_mask: Tensor  # [B]; 0 keeps a sample out of all statistics, since it has no reward
     reward_components: Mapping[str, Tensor]  # name -> [B]
-    turn_rewards: Tensor  # [B, N] float64, reward of each response turn as the environment gave it; 0 after the last
+    turn_rewards: Tensor  # [B, N] float64, environment's reward of each response turn; 0 after the last turn
     total_rewards: Tensor  # [B] float64, `rewards` before they were rounded to float32
-    turn_spans: Tensor  # [B, N, 2] int64, first token and end of each response turn in the row; 0, 0 after the last
+    turn_spans: Tensor  # [B, N, 2] int64, first token and end of each response turn in the row; 0 after the last turn
     logprobs_policy: Tensor  # [B, T]
     logprobs_reference: Tensor  # [B, T]
 
 
 class AdvantageEstimator(Protocol):
-    """A formula that turns rewards into advantages of tokens."""
+    """Interface of objects that compute the advantages of tokens from rewards."""
 
     needs_logprobs: bool
     """Whether the estimator reads `logprobs_policy` and `logprobs_reference`."""
@@ -64,11 +64,11 @@ class AdvantageEstimator(Protocol):
         """Compute the advantages of all samples of a step.
 
         Args:
-            prompt_ids: `[B, T_prompt]` padded prompts; rows with equal prompts form a group. With
-                `group_ids` they are not read, and may be None.
+            prompt_ids: `[B, T_prompt]` padded prompts; rows with equal prompts form a group. If `group_ids` is given,
+                they are not read and may be None.
             rewards: `[B]` float.
-            mask: `[B, T]`, non-zero on tokens that count in the loss; 0 everywhere in samples that it leaves out.
-            **extras: See `AdvantageExtras`.
+            mask: `[B, T]`, non-zero on tokens that count in the loss; 0 everywhere in samples that the loss excludes.
+            **extras: The fields of `AdvantageExtras`.
 
         Returns:
             `[B, T]` in the dtype of `rewards`, 0 wherever `mask` or `valid_mask` is 0.
@@ -80,8 +80,8 @@ class GRPOAdvantageEstimator:
     """Group-relative advantages: GRPO, and with other settings RLOO and Dr.GRPO.
 
     GRPO (arXiv 2402.03300) computes `(r - mean) / std`, with the sample deviation of the group or batch. RLOO (arXiv
-    2402.14740) subtracts a leave-one-out baseline, Dr.GRPO (arXiv 2503.20783) the mean, and neither normalises. Use
-    Dr.GRPO with `loss_fn.constant_sample_length`, which divides all answers by the same length.
+    2402.14740) subtracts a leave-one-out baseline, Dr.GRPO (arXiv 2503.20783) the mean. Neither divides by the
+    deviation. Use Dr.GRPO with `loss_fn.constant_sample_length`, which divides all answers by the same length.
     """
 
     needs_logprobs = False
@@ -99,7 +99,7 @@ class GRPOAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """See `AdvantageEstimator.compute_advantage`."""
+        """Compute `[B, T]` advantages, with the arguments of `AdvantageEstimator.compute_advantage`."""
         group_ids_B, valid_B = _groups(prompt_ids, rewards, extras)
         advantage_B = group_advantage(
             rewards,
@@ -149,7 +149,7 @@ class PerTurnAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """See `AdvantageEstimator.compute_advantage`. The arguments `turn_rewards` and `turn_spans` are required.
+        """Compute advantages, which require `turn_rewards` and `turn_spans` (`AdvantageEstimator.compute_advantage`).
 
         Raises:
             DataError: `turn_rewards` or `turn_spans` was not given.
@@ -181,9 +181,9 @@ class PerTurnAdvantageEstimator:
 class GDPOAdvantageEstimator:
     """Advantages from reward components, each normalised within its group, then added with weights.
 
-    A component with a wide range does not outweigh one with a narrow range. The weighted sum is whitened over the
-    samples of the batch that have a reward (sample deviation), so that its size does not depend on the number and range
-    of components. Without `normalize_rewards`, only the weighted sum is normalised.
+    A component with a wide range of values therefore has no more influence than the others. The weighted sum is
+    whitened over the samples of the batch that have a reward (sample deviation), so that its size does not depend on
+    the number and range of components. Without `normalize_rewards`, only the weighted sum is normalised.
     """
 
     needs_logprobs = False
@@ -200,7 +200,7 @@ class GDPOAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """See `AdvantageEstimator.compute_advantage`. The argument `reward_components` is required.
+        """Compute advantages, which require `reward_components` (`AdvantageEstimator.compute_advantage`).
 
         Raises:
             DataError: No reward components were given.
@@ -238,7 +238,7 @@ class GDPOAdvantageEstimator:
 
 
 class ReinforcePlusPlusAdvantageEstimator:
-    """REINFORCE++, arXiv 2501.03262: advantages that are whitened over all tokens of the batch that count in the loss.
+    """REINFORCE++ (arXiv 2501.03262): advantages whitened over all tokens of the batch that count in the loss.
 
     With `loss_fn.use_kl_in_reward` the advantage before whitening is `A_t = r - beta * KL_t`. With `kl_to_go`, `KL_t`
     is replaced by the sum of the KL of this token and of all later tokens that count, as in the paper. With
@@ -258,10 +258,10 @@ class ReinforcePlusPlusAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """See `AdvantageEstimator.compute_advantage`.
+        """Compute `[B, T]` advantages, with the arguments of `AdvantageEstimator.compute_advantage`.
 
         Raises:
-            DataError: The KL penalty belongs in the reward, and the log-probabilities are missing.
+            DataError: The reward contains a KL penalty, but the log-probabilities are missing.
         """
         score_B, valid_B = self._scores(prompt_ids, rewards, extras)
         mask_BT = (mask != 0).double() * (valid_B != 0).double()[:, None]
@@ -292,7 +292,7 @@ class ReinforcePlusPlusAdvantageEstimator:
 
 
 class ClippedAdvantageEstimator:
-    """Another estimator's advantages, limited to `[low, high]`. A limit of None does not apply."""
+    """Advantages of another estimator, clipped to `[low, high]`. A limit that is None is not applied."""
 
     def __init__(self, inner: AdvantageEstimator, low: float | None, high: float | None) -> None:
         self.inner = inner
@@ -307,7 +307,7 @@ class ClippedAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """See `AdvantageEstimator.compute_advantage`."""
+        """Compute the inner estimator's advantages and clip them."""
         advantages_BT = self.inner.compute_advantage(prompt_ids, rewards, mask, **extras)
         return advantages_BT.clamp(self.low, self.high)
 
@@ -366,10 +366,10 @@ def _groups(prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras)
     if "group_ids" in extras:
         return extras["group_ids"], valid_B
     if prompt_ids is None:
-        raise DataError("Advantages need prompt_ids or group_ids to tell which samples compete.")
+        raise DataError("Advantages need prompt_ids or group_ids to know which samples belong to one group.")
     return group_ids_from_prompts(prompt_ids), valid_B
 
 
 def _per_token(advantage_B: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Give each token that counts the advantage of its sample, `[B, T]`."""
+    """Return the advantage of each sample at all of its tokens that count, `[B, T]`."""
     return torch.where(mask != 0, advantage_B.to(dtype)[:, None], 0.0)

@@ -1,7 +1,7 @@
 """Compute baselines, standard deviations and whitening over groups of samples.
 
-Invariant: all statistics are computed in float64, and the standard deviation of rewards that are equal but for the
-rounding of float32 is exactly 0, because a division would enlarge that noise.
+Invariant: all statistics are computed in float64, and the standard deviation of rewards that differ only by the
+rounding of float32 is exactly 0, because a division by a tiny deviation would enlarge the rounding errors.
 
 Legend: `B` samples, `T` tokens.
 """
@@ -22,7 +22,7 @@ VARIANCE_FLOOR = 1e-8
 """Smallest variance in REINFORCE++, which divides by its square root; PPO adds it to the variance of its tokens."""
 
 RELATIVE_SPREAD_FLOOR = 1e-14
-"""Share of a group's sum of squares that counts as rounding noise of float64, as after a sample is left out."""
+"""Share of a group's sum of squares that is treated as rounding noise of float64."""
 
 EQUAL_SPREAD = 1e-6
 """Rewards whose deviation is at most this share of their group's largest magnitude are taken as equal.
@@ -33,7 +33,7 @@ Rewards come from environments in float32, where a sum such as 0.1 + 0.6 differs
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Baseline and standard deviation `[B]`, float64, that apply to each sample."""
+    """Float64 baseline and standard deviation `[B]` for each sample."""
 
     baseline_B: Tensor
     std_B: Tensor
@@ -51,7 +51,7 @@ def group_statistics(
     leave_one_out: bool,
     magnitudes_B: Tensor | None = None,
 ) -> GroupStatistics:
-    """Return mean and sample standard deviation of the rewards that each sample is compared with.
+    """Return, for each sample, the mean and sample standard deviation of the rewards that it is compared with.
 
     A sample is compared with the rewards of the valid samples of its group, without its own if `leave_one_out`. With
     deviations d from the mean of n samples and S = sum(d^2), leaving sample i out gives mean_i = mean - d_i / (n - 1)
@@ -114,7 +114,7 @@ def calculate_baseline_and_std_per_prompt(
         std_rewards: Rewards `[B]` for the deviation. If None, `rewards`.
 
     Returns:
-        Baseline and standard deviation, in the dtype of `rewards`. See `group_statistics`.
+        Baseline and standard deviation, in the dtype of `rewards`. `group_statistics` defines them.
     """
     group_ids = group_ids_from_prompts(prompts)
     statistics = group_statistics(rewards, group_ids, valid_mask, leave_one_out_baseline)
@@ -151,7 +151,7 @@ def group_advantage(
 
 
 type Divisor = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of values, 0/1 mask and mean that returns the divisor of whitening."""
+"""Function that returns the divisor of whitening from the values, their 0/1 mask and their mean."""
 
 
 def sample_std_plus_epsilon(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def sample_std_with_floor(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
     """Shift the kept entries to mean 0, divide them by their deviation, and set all other entries to 0.
 
-    Kept entries that are all equal become 0.
+    If all kept entries are equal, they become 0.
 
     Args:
         values: Any shape.

@@ -4,7 +4,7 @@
     join   ─►  [r0 r1 of sample 0] [r0 of sample 1]                      B samples, T' tokens of the longest
     cut    ─►  the values of the rows again
 
-A group of G samples then has G rewards, whatever the number of their rows. A computation over the tokens of a sample
+A group of G samples then has G rewards, even if samples have several rows. A computation over the tokens of a sample
 covers the tokens of all of its conversations, in the order of the rows. Invariant: `cut(join(x))` is `x` on the tokens
 of the rows. Without branches, `join` and `cut` return their argument.
 
@@ -60,7 +60,7 @@ class JoinedRows:
         return joined.view(-1, self._width)
 
     def cut(self, values_BT: Tensor) -> Tensor:
-        """Return values of the tokens of samples as values of the tokens of rows, `[R, T]`, 0 on padding."""
+        """Return values of the tokens of samples as values of the tokens of rows, `[R, T]`, with 0 on padding."""
         if self._is_same:
             return values_BT
         width = int(self.lengths_R.max())
@@ -70,7 +70,7 @@ class JoinedRows:
         return values_RT
 
     def repeat(self, values_B: Tensor) -> Tensor:
-        """Give each row the value of its sample, `[R]`."""
+        """Return the value of each row's sample, `[R]`."""
         return values_B if self._is_same else values_B.repeat_interleave(self.num_rows_B)
 
     def largest(self, values_R: Tensor) -> Tensor:

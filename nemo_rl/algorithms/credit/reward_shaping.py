@@ -1,4 +1,4 @@
-"""Scale rewards and apply length penalties: pure functions of rewards, lengths and truncation.
+"""Scale rewards and apply length penalties, by pure functions of rewards, lengths and truncation.
 
 Rewards are scaled first, then penalised, and advantages are computed from the result. Invariant: nothing is changed in
 place, so the original rewards stay available to metrics.
@@ -66,14 +66,14 @@ def overlong_penalty(
 
 
 def slope(config: RewardScalingConfig) -> float:
-    """Return how much the scaled reward grows per unit of reward within the source range, or 1 if scaling is off."""
+    """Return the change of the scaled reward per unit of reward within the source range, or 1 if scaling is off."""
     if not config.enabled:
         return 1.0
     return (config.target_max - config.target_min) / (config.source_max - config.source_min)
 
 
 def stop_properly_penalty(rewards_B: Tensor, truncated_B: Tensor, coefficient: float) -> Tensor:
-    """Multiply the rewards of truncated answers by `coefficient`: 0 removes them, 1 keeps them."""
+    """Multiply the rewards of truncated answers by `coefficient`. If it is 0, these rewards become 0."""
     return torch.where(truncated_B.bool(), rewards_B * coefficient, rewards_B)
 
 
@@ -122,7 +122,7 @@ def shape_rewards(
 
 
 def training_rewards(trajectories: Sequence[Trajectory], config: RewardedTrainingConfig) -> Tensor:
-    """Return the reward that each sample is trained on: penalised, scaled, then shaped, or 0 if it has none.
+    """Return the reward on which each sample is trained: penalised, scaled and then shaped. It is 0 without a reward.
 
     Returns:
         `[B]` float64, because rewards of turns are compared with them.

@@ -2,7 +2,7 @@
 
 Generalised advantage estimation (arXiv 1506.02438) is a pure function of rewards and values.
 
-Legend: `B` samples, `T` tokens of a row, `N` tokens that count of the sample with the most of them.
+Legend: `B` samples, `T` tokens of a row, `N` largest number of tokens that count in a sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ from nemo_rl.losses.reductions import masked_mean, masked_var, safe_divide
 
 @dataclass(frozen=True)
 class CountedTokens:
-    """The tokens of samples that count, moved to the left."""
+    """The tokens of each sample that count, moved to the left without gaps."""
 
     shape: tuple[int, int]
     """The sizes `B` and `T`."""
     order_BN: Tensor
     """Index in its row of each token that counts."""
     exists_BN: Tensor
-    """True where the sample has such a token, False after its last one."""
+    """True for positions that hold such a token, False after the sample's last one."""
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> Self:
@@ -59,7 +59,7 @@ class CountedTokens:
         return torch.where(self.exists_BN, values_BT.gather(1, self.order_BN).double(), 0.0)
 
     def put(self, values_BN: Tensor) -> Tensor:
-        """Return values of the tokens that count at their places in the rows, `[B, T]`, 0 elsewhere."""
+        """Write values of the tokens that count to their positions in the rows, `[B, T]`, with 0 elsewhere."""
         kept_BN = torch.where(self.exists_BN, values_BN, 0.0)
         return kept_BN.new_zeros(self.shape).scatter_(1, self.order_BN, kept_BN)
 
@@ -70,9 +70,9 @@ def gae(
     """Return the advantage of each token, `[B, N]` float64.
 
     Args:
-        tokens: The tokens that count. It says how many of the N tokens each sample has.
-        rewards_BN: Reward of each token, as `tokens.take` lays them out.
-        values_BN: Value of the state before each token, as `tokens.take` lays them out.
+        tokens: The tokens that count. It contains the number of tokens of each sample.
+        rewards_BN: Reward of each token, in the layout of `tokens.take`.
+        values_BN: Value of the state before each token, in the same layout.
         after_B: Value of the state after the last token of each sample; 0 for a finished answer.
         gamma: Discount for each token.
         lambda_B: Lambda of each sample.
@@ -85,7 +85,7 @@ def gae(
     """
     next_BN = torch.nn.functional.pad(values_BN[:, 1:].double(), (0, 1))
     next_BN = torch.where(tokens.is_last_BN, after_B.double()[:, None], next_BN)
-    # A loop over tokens; numpy, because each of its operations on a few numbers is several times faster than torch's.
+    # # The loop over tokens uses numpy, whose operations on a few numbers are several times faster than torch's.
     deltas_NB = np.ascontiguousarray((rewards_BN.double() + gamma * next_BN - values_BN.double()).T.numpy())
     decay_B, sums_B = gamma * lambda_B.double().numpy(), np.zeros(deltas_NB.shape[1])
     for token in reversed(range(len(deltas_NB))):
@@ -105,11 +105,11 @@ def length_adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
 
 
 class GeneralizedAdvantageEstimator:
-    """Advantages with the lambda of the policy, and returns with the lambda of the critic.
+    """Generalised advantage estimation with different lambdas for the policy's advantages and the critic's returns.
 
     Args:
         estimator_config: The section `ppo.adv_estimator`. A dict is checked, and missing values get their defaults.
-        loss_config: The section `loss_fn`, for a KL penalty in the reward. A dict is treated in the same way.
+        loss_config: The section `loss_fn`, for a KL penalty in the reward. A dict is checked and completed too.
 
     Raises:
         ConfigError: A value is out of range.
@@ -138,15 +138,15 @@ class GeneralizedAdvantageEstimator:
         logprobs: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return the advantage of each token, `[B, T]` float32. The reward of a sample counts at its last token.
+        """Return the advantage of each token, `[B, T]` float32. The last token of a sample gets its reward.
 
         Args:
             prompt_ids: Not used. Other estimators use it to find the answers to the same prompt.
-            rewards: `[B]`, the reward of each sample. All answers are taken as finished.
+            rewards: `[B]`, the reward of each sample. All answers are treated as finished.
             mask: `[B, T]`, non-zero on tokens that count.
             values: `[B, T]`, the value of the state before each token. Required if `needs_values`.
-            reference_logprobs: `[B, T]`, of the reference policy. Required for a KL penalty in the reward.
-            logprobs: `[B, T]`, of the policy. Required for a KL penalty in the reward.
+            reference_logprobs: `[B, T]` values of the reference policy. Required for a KL penalty in the reward.
+            logprobs: `[B, T]` log-probabilities of the policy. Required for a KL penalty in the reward.
 
         Raises:
             ValueError: Required values or log-probabilities are missing.
@@ -158,7 +158,7 @@ class GeneralizedAdvantageEstimator:
                 raise ValueError("loss_fn.use_kl_in_reward=true needs logprobs [B, T] and reference_logprobs [B, T].")
             rewards_BN = rewards_BN - self.kl_penalty(tokens, logprobs, reference_logprobs)
         if values is None and self.needs_values:
-            raise ValueError(f"{type(self).__name__} needs values [B, T], those of the states before the tokens.")
+            raise ValueError(f"{type(self).__name__} needs values [B, T], the values of the states before the tokens.")
         values_BN = torch.zeros_like(rewards_BN) if values is None else tokens.take(values)
         advantages_BN = self.estimate(tokens, rewards_BN, values_BN, torch.zeros(len(rewards)))[0]
         return tokens.put(advantages_BN).float()
@@ -201,7 +201,7 @@ class GeneralizedAdvantageEstimator:
 
 
 class RawRewardAdvantageEstimator(GeneralizedAdvantageEstimator):
-    """Advantages that are discounted sums of rewards: those of values 0 and lambda 1."""
+    """Advantages that are discounted sums of rewards, as if all values were 0 and lambda were 1."""
 
     needs_values = False
 
@@ -214,7 +214,7 @@ TOKEN_ESTIMATORS = {"gae": GeneralizedAdvantageEstimator, "raw_reward": RawRewar
 
 
 def _each(tokens: CountedTokens, value: float) -> Tensor:
-    """Return `value` for each sample, `[B]` float64."""
+    """Return `value`, repeated for each sample, as `[B]` float64."""
     return torch.full((len(tokens.lengths_B),), value, dtype=torch.float64)
 
 

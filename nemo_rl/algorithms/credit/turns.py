@@ -71,9 +71,9 @@ def turn_advantage(
 
 
 def with_total(turn_rewards_BN: Tensor, has_turn_BN: Tensor, rewards_B: Tensor) -> Tensor:
-    """Return turn rewards that sum to `rewards_B [B]`. The difference, such as a length penalty, goes to the last turn.
+    """Return turn rewards that sum to `rewards_B [B]`. The last turn gets the difference, such as a length penalty.
 
-    A difference that is only the rounding of float32 counts as 0.
+    A difference that can come from the rounding of float32 is treated as 0.
     """
     turn_rewards_BN = torch.where(has_turn_BN, turn_rewards_BN.double(), 0.0)
     missing_B = rewards_B.double() - turn_rewards_BN.sum(1)
@@ -84,7 +84,7 @@ def with_total(turn_rewards_BN: Tensor, has_turn_BN: Tensor, rewards_B: Tensor) 
 
 
 def per_token_of_turns(advantage_BN: Tensor, turn_spans: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Give each token that counts the advantage of its turn, `[B, T]`.
+    """Return the advantage of each token's turn for all tokens that count, `[B, T]`.
 
     Args:
         turn_spans: `[B, N, 2]` int64, first token and end of each turn. Both are 0 after the last turn of a sample.
@@ -132,7 +132,7 @@ def padded(rows: Sequence[Sequence[Any]], filler: Any, dtype: torch.dtype) -> Te
 
 
 def _discounted_sums(values_BN: Tensor, discount: float) -> Tensor:
-    """Add to each turn's value all later values, each times `discount` to the power of its distance from the turn.
+    """Return the discounted sum of each turn's value and all later values, with the factor `discount` per turn.
 
     Example:
         >>> _discounted_sums(torch.tensor([[1.0, 0.0, 4.0]]), 0.5)
@@ -159,7 +159,7 @@ def set_invalid_tool_calls(advantages: Tensor, mask: Tensor, trajectories: Seque
 
 
 def set_malformed_thinking(advantages: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], value: float) -> None:
-    """Set the advantage of the tokens of thinking tags that are out of place, in place.
+    """Set the advantage of the tokens of misplaced thinking tags, in place.
 
     Args:
         advantages: `[B, T]`, as an estimator computed them.

@@ -1,4 +1,4 @@
-"""Re-exports of the losses in `nemo_rl.losses`, under the name users import."""
+"""Re-export the losses of `nemo_rl.losses` under the import path of NeMo RL."""
 
 from nemo_rl.algorithms.loss.interfaces import LossFunction, LossInputType, LossType
 from nemo_rl.algorithms.loss.loss_functions import (

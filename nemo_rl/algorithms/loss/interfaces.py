@@ -1,4 +1,4 @@
-"""Re-exports of the protocol of losses (see `nemo_rl.losses.loss_function`)."""
+"""Re-export the protocol of losses from `nemo_rl.losses.loss_function`."""
 
 from nemo_rl.losses.loss_function import LossFunction, LossInputType, LossType
 

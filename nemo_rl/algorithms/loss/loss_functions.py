@@ -1,4 +1,4 @@
-"""Re-exports of the loss classes (see the files of `nemo_rl.losses`)."""
+"""Re-export the loss classes of `nemo_rl.losses`."""
 
 from nemo_rl.config import ClippedPGLossConfig, DistillationLossConfig, MseValueLossConfig
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn

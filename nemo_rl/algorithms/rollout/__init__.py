@@ -1,1 +1,1 @@
-"""Sample and validate in runs that train on rollouts: sources, batches, and the sync of weights to the engines."""
+"""Sample and validate with rollouts: sources of groups, batches, and the weight sync to the engines."""

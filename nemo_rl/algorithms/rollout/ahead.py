@@ -3,9 +3,9 @@
     step s:  start groups ─► take the batch of s ─► start groups ─► training of s, while engines sample on
              room for (age + 1) x B                 room for age x B
 
-A prompt is started only if its group can still be trained on within `max_age_steps`, so no group is ever dropped.
-Counting ensures this: each step takes B groups, and a group that was started in step s has to be taken by step s + age.
-Invariants: each started group is given to exactly one step, and not later than its last step.
+A prompt is started only if a step can still train on its group within `max_age_steps`, so no group is dropped. The
+number of open groups is limited accordingly: each step takes B groups, and a group that was started in step s has to be
+taken by step s + age. Invariants: each started group is given to exactly one step, and not later than its last step.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GroupFailures:
-    """Counter of failed groups, which decides whether a group is sampled again, skipped, or ends the run."""
+    """Counter of failed groups. It decides whether a group is sampled again, is skipped, or ends the run."""
 
     overlap: OverlapConfig
     num_skipped: int = 0
@@ -39,7 +39,7 @@ class GroupFailures:
     _in_a_row: int = field(default=0, init=False)
 
     def note_success(self) -> None:
-        """Reset the count of failures in a row, because a group was finished."""
+        """Reset the number of consecutive failures after a finished group."""
         self._in_a_row = 0
 
     def pause_before_next(self, attempt: int, failure: Exception) -> float | None:
@@ -84,7 +84,7 @@ class GroupFailures:
         )
 
     def check_step(self, num_groups: int, num_skipped: int) -> None:
-        """Check that few enough groups of a step were skipped.
+        """Check that not too many groups of a step were skipped.
 
         Raises:
             GenerationError: Too many groups were skipped.
@@ -100,7 +100,7 @@ class GroupFailures:
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """A drawn prompt: its batch, its row in the batch, and the key of the batch's collection."""
+    """A drawn prompt, with its row in the drawn batch and the key of the batch's collection."""
 
     batch: PromptBatch
     row: int
@@ -108,13 +108,13 @@ class DrawnPrompt:
 
     @property
     def position(self) -> PromptPosition:
-        """Position of the prompt in the stream."""
+        """Position of the prompt in the training data."""
         return self.batch.positions[self.row]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Place where a prompt was first drawn. It seeds the random numbers of the prompt's group, also after a resume."""
+    """Place where a prompt was first drawn. The random numbers of its group depend on it, also after a resume."""
 
     batch: int
     """Number of the batch in which the prompt was first drawn, from 1."""
@@ -122,7 +122,7 @@ class Origin:
     """Row of the prompt in that batch."""
 
     def key(self, run_seed: int, row: int) -> RolloutKey:
-        """Return the key of a collection in which the prompt at `row` gets the same random numbers."""
+        """Return the key of a collection in which the prompt at `row` gets the random numbers of this origin."""
         return RolloutKey(run_seed, "train", self.batch, first_group=self.row - row)
 
 
@@ -137,16 +137,16 @@ class OpenGroup:
     position: PromptPosition
     """Position of the group's prompt in the data."""
     task: BackgroundTask[Rollouts] | None = None
-    """Background task that samples the group. It is None for a finished group of a checkpoint, and for an unfinished
-    one before the first step."""
+    """Background task that samples the group. It is None for a finished group, and for an unfinished one that is not
+    started yet, if the group comes from a checkpoint."""
     origin: Origin = Origin(0, 0)
     """Origin of the group's random numbers."""
     progress: GroupProgress = field(default_factory=GroupProgress)
-    """State of the group's samples."""
+    """Sampling state of the group's samples."""
     num_lost_tokens: int = 0
-    """Number of sampled tokens that the checkpoint has not stored, and that are sampled again after a resume."""
+    """Number of sampled tokens that are not stored in the checkpoint and are sampled again after a resume."""
     was_skipped: bool = False
-    """True if the group could not be sampled, so that all of its samples are failed ones."""
+    """Whether the group could not be sampled. All of its samples then count as failed."""
 
     @property
     def is_finished(self) -> bool:
@@ -155,12 +155,12 @@ class OpenGroup:
 
     @property
     def has_to_start(self) -> bool:
-        """True if the group is unfinished and comes from a checkpoint."""
+        """True if the group comes from a checkpoint and is unfinished."""
         return self.task is None and self.progress.rollouts is None
 
     @property
     def num_continued_tokens(self) -> int:
-        """Number of tokens of unfinished samples that the checkpoint has stored."""
+        """Return the number of stored tokens of unfinished samples."""
         return sum(num_stored_tokens(state) for state in self.progress.stored if state is not None)
 
     def restart(self) -> None:
@@ -169,7 +169,7 @@ class OpenGroup:
         self.progress.forget()
 
     def finished(self, timeout_s: float) -> Rollouts:
-        """Wait for the samples and return them. The errors are those of `BackgroundTask.result`."""
+        """Wait for the samples and return them. Errors are those of `BackgroundTask.result`."""
         if self.task is not None:
             return self.task.result(timeout_s)
         assert self.progress.rollouts is not None
@@ -192,10 +192,10 @@ class OpenGroup:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], keep: Callable[[Rollouts], Rollouts]) -> "OpenGroup":
-        """Rebuild a group from its `state_dict`, without starting it if it is not finished.
+        """Rebuild a group from its `state_dict`. An unfinished group is not started.
 
         Args:
-            keep: Function with the effect of `RolloutRunner.keep`.
+            keep: Function that does what `RolloutRunner.keep` does.
         """
         group = cls(state["number"], state["last_step"], PromptPosition(*state["position"]))
         if "trajectories" in state:
@@ -214,14 +214,14 @@ _ORDERS: Mapping[str, Callable[[OpenGroup], tuple[int, ...]]] = {
     "weight_fifo": lambda group: (group.last_step, not group.is_finished, group.number),
     "freshest_first": lambda group: (not group.is_finished, -group.number),
 }
-"""Sort keys of groups by the value of `overlap.order`. The group with the smallest key is preferred."""
+"""Functions by the value of `overlap.order`. Each returns the sort key of a group; the smallest key is preferred."""
 
 
 def groups_of_step(groups: Sequence[OpenGroup], count: int, step: int, order: str) -> list[OpenGroup]:
-    """Choose from all open groups those that a step takes. Some of them may still be running.
+    """Choose the groups that a step takes from all open groups. Chosen groups may still be running.
 
-    Each later step takes `count` groups too. So of the groups whose last step is d or earlier, all but `count * (d -
-    step)` have to be taken now (earliest deadline first). Other places are filled by `order` (`overlap.order`).
+    Later steps take `count` groups each. Up to step d they can take `count * (d - step)` of the groups whose last step
+    is at most d, so this step has to take the rest of these groups. `order` (`overlap.order`) chooses its other groups.
     """
     ranked = sorted(groups, key=_ORDERS[order])
     chosen: dict[OpenGroup, None] = {}
@@ -242,21 +242,21 @@ class AheadRollouts:
     """Source that samples up to `max_age_steps` steps ahead of training (`source.RolloutSource`)."""
 
     fresh: FreshRollouts
-    """Draws prompts and plays groups."""
+    """Source that draws prompts and samples groups."""
     groups_per_step: int
-    """Number of groups that each call of `next_groups` gives, B."""
+    """Number B of groups that each call of `next_groups` returns."""
     overlap: OverlapConfig
     num_steps: int
     """Last step of the run. No groups are sampled for later steps."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
-    """Metrics of the last groups; see `next_groups`."""
+    """Metrics of the last call of `next_groups`."""
     _open: list[OpenGroup] = field(default_factory=list, init=False)
     _drawn: deque[DrawnPrompt] = field(default_factory=deque, init=False)
     """Prompts that were drawn but not started."""
     _num_batches: int = field(default=0, init=False)
     _num_started: int = field(default=0, init=False)
     _resumed: Counter[str] = field(default_factory=Counter, init=False)
-    """Numbers of tokens of the checkpoint's unfinished groups, which the first step reports."""
+    """Metrics of unfinished groups of the checkpoint, which the first step reports."""
     _failures: GroupFailures = field(init=False)
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
 
@@ -268,18 +268,18 @@ class AheadRollouts:
 
     @property
     def max_staleness(self) -> int:
-        """See `RolloutSource.max_staleness`."""
+        """Return `RolloutSource.max_staleness`, the configured maximum age in steps."""
         return self.overlap.max_age_steps
 
     def next_groups(self, step: int) -> Iterator[Group]:
-        """See `RolloutSource.next_groups`.
+        """Return the groups of a step, as `RolloutSource.next_groups` does, and start groups for later steps.
 
         Sets `metrics` to the metrics of the environments and the following:
 
         - `buffer_size`: number of groups that were started for later steps.
         - `num_skipped_prompts`: number of groups of the step whose samples failed (`GroupFailures`).
-        - `num_continued_tokens`, in the first step of a resumed run: sampled tokens of unfinished groups that are kept.
-        - `num_restarted_tokens`, in the same step: sampled tokens that are discarded and sampled again.
+        - `num_continued_tokens`, in the first step of a resumed run: stored tokens of groups that continue.
+        - `num_restarted_tokens`, in the same step: number of sampled tokens that were lost and are sampled again.
         """
         self._start_unfinished()
         age, count = self.overlap.max_age_steps, self.groups_per_step
@@ -298,7 +298,7 @@ class AheadRollouts:
             yield Group((0, group.number), samples.trajectories, group.position)
 
     def _start(self, step: int, most: int) -> None:
-        """Start groups until `most` are open, or the data ends."""
+        """Start groups until `most` groups are open or the data ends."""
         limit = self.overlap.max_buffered_groups
         most = most if limit is None else min(most, limit)
         with self.fresh.runner.starting_together():
@@ -328,14 +328,14 @@ class AheadRollouts:
             except DataExhausted:
                 return None
             self._num_batches += 1
-            # The key has the number of the batch in place of the step, because it is not known yet which step will
-            # train on it.
+            # # The key has the number of the batch instead of the step, because the step that will train on it is not
+            # known yet.
             key = RolloutKey(self.fresh.run_seed, "train", self._num_batches)
             self._drawn.extend(DrawnPrompt(batch, row, key) for row in range(batch.rows.size))
         return self._drawn.popleft()
 
     async def _play(self, group: OpenGroup, prompt: DrawnPrompt) -> Rollouts:
-        """Sample one group, and repeat after a failure. If `GroupFailures` skips the prompt, return failed samples."""
+        """Sample one group, again after failures. If `GroupFailures` skips the prompt, return failed samples."""
         attempt = 0
         while True:
             attempt += 1
@@ -359,9 +359,9 @@ class AheadRollouts:
         return group.progress.rollouts
 
     def _take(self, step: int) -> list[OpenGroup]:
-        """Wait for the groups of a step and remove them from the open ones."""
+        """Wait for the groups of a step and remove them from the open groups."""
         if not self._open:
-            self.fresh.prompts.next_batch()  # raises DataExhausted, with the reason
+            self.fresh.prompts.next_batch()  # raises DataExhausted, because no prompt is left
         while True:
             taken = groups_of_step(self._open, self.groups_per_step, step, self.overlap.order)
             running = [group.task for group in self._open if group.task is not None and not group.is_finished]
@@ -377,11 +377,11 @@ class AheadRollouts:
         return sorted(taken, key=lambda group: group.number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the open groups, and the numbers of batches and groups so far.
+        """Return the open groups and the numbers of batches and groups so far.
 
-        Without `in_flight_weight_updates`, first wait for all groups: a resumed run has no older weights to sample them
-        from, and has to repeat the run bit for bit. With `in_flight_weight_updates`, running groups are stored as
-        `partial_responses` asks for, and continue to be sampled.
+        Without `in_flight_weight_updates`, first wait for all groups: a resumed run must give the same results bit for
+        bit, and it does not have the older weights that sample these groups. With `in_flight_weight_updates`, running
+        groups continue, and their state is stored as `partial_responses` defines.
         """
         if not self.overlap.in_flight_weight_updates:
             self.fresh.runner.wait_for_groups()
@@ -398,7 +398,7 @@ class AheadRollouts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the groups of a checkpoint. Prompts that were drawn but not started are drawn again."""
+        """Restore the open groups of a checkpoint. Prompts that were drawn but not started are drawn again."""
         self._open = [OpenGroup.from_state(group, self.fresh.runner.keep) for group in state["groups"]]
         self._drawn.clear()
         self._num_batches, self._num_started = state["num_batches"], state["num_started"]
@@ -406,7 +406,7 @@ class AheadRollouts:
         self.fresh.prompts.claim(group.position for group in self._open)
 
     def _start_unfinished(self) -> None:
-        """Start the unfinished groups of a checkpoint, when the engines have weights."""
+        """Start the unfinished groups of a checkpoint. The engines must have weights."""
         groups = [group for group in self._open if group.has_to_start]
         if not groups:
             return
@@ -426,7 +426,7 @@ class AheadRollouts:
 
 
 def with_overlap(fresh: FreshRollouts, algorithm: RolloutTrainingConfig) -> RolloutSource:
-    """Return the source that the section `overlap` asks for: `fresh`, or a source that samples ahead with it."""
+    """Return `fresh`, or the source that samples ahead with it if the section `overlap` is enabled."""
     if algorithm.overlap.mode != "ahead":
         return fresh
     return AheadRollouts(fresh, drawn_prompts(algorithm), algorithm.overlap, algorithm.max_num_steps)

@@ -4,7 +4,7 @@
 
 Invariants: rows are ordered by group, sample and conversation, not by when they finished. A token counts in the loss
 only if the policy wrote it. If the algorithm learns from rewards, a sample counts only if it has a reward. Losses and
-their metrics treat rows as sequences. Rollout rewards and metrics belong to samples, which may have several rows.
+their metrics treat rows as sequences. Rewards and metrics of rollouts belong to samples, which may have several rows.
 """
 
 import math
@@ -38,14 +38,14 @@ from nemo_rl.models.batch_rows import BatchRows
 
 
 class Versioned(Protocol):
-    """A model whose updates are counted."""
+    """Interface of a model that counts its updates."""
 
     weight_version: int
 
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """The version of the policy's weights, stored with the position in the data as a `stored_parts.StoredPart`."""
+    """Stored version of the policy's weights, part of the position in the data (`stored_parts.StoredPart`)."""
 
     policy: Versioned
     """The model under training."""
@@ -60,7 +60,7 @@ class StoredVersion:
 
 
 def age(trajectory: Trajectory, version: int) -> int:
-    """Return `version` minus the oldest version of the weights that wrote a trajectory, or 0 if they wrote no token."""
+    """Return the age in versions of the oldest weights that wrote a trajectory, or 0 if it has no sampled tokens."""
     return max((version - span.version for span in trajectory.all_weight_versions), default=0)
 
 
@@ -83,15 +83,15 @@ def check_staleness(trajectories: Sequence[Trajectory], version: int, max_stalen
 
 
 def num_stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False) -> Tensor | None:
-    """Return for each row the position after the last token that older weights wrote.
+    """Return the position after each row's last token that older weights wrote.
 
-    Weights only become newer, so all tokens that the policy wrote before that position are stale.
+    Weights only become newer during an answer, so all tokens that the policy wrote before that position are stale.
 
     Args:
         trajectories: Rollouts with B rows.
         version: Version of the policy's current weights.
-        mixes_weights: Whether answers continue with keys and values of older weights. No single version then gives the
-            probabilities of the later tokens, so these tokens count as written by older weights.
+        mixes_weights: Whether answers continue with the key-value cache of older weights. The probabilities of later
+            tokens then depend on two versions, so these tokens count as written by older weights.
 
     Returns:
         `[B]` int64, 0 for a row without stale tokens. None if no row has stale tokens.
@@ -100,13 +100,13 @@ def num_stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_
     for row in rows_of(trajectories):
         is_mixed = mixes_weights and age(row, version) > 0
         ends = [*(span.start for span in row.weight_versions[1:]), row.length]
-        spans = zip(row.weight_versions, ends, strict=False)  # a row that the policy did not write has no span
+        spans = zip(row.weight_versions, ends, strict=False)  # a row without sampled tokens has no span
         positions.append(max((end for span, end in spans if is_mixed or span.version < version), default=0))
     return torch.tensor(positions) if any(positions) else None
 
 
 def age_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Return mean and maximum over trajectories of `age`, or no metrics without trajectories."""
+    """Return mean and maximum of `age` over trajectories, or no metrics without trajectories."""
     ages = [age(trajectory, version) for trajectory in trajectories]
     return {"avg_trajectory_age": sum(ages) / len(ages), "max_trajectory_age": float(max(ages))} if ages else {}
 
@@ -116,21 +116,21 @@ class RolloutBatches:
     """Source that makes batches from rollouts (`runtime.run.BatchSource`)."""
 
     rollouts: RolloutSource
-    """Source of the trajectories. It may be replaced before the first step."""
+    """Source of the trajectories. The program may replace it before the first step."""
     prompts: Prompts
-    """Stream of the prompts. It is told which prompts were trained on."""
+    """Stream of the prompts, which is told the prompts that were trained on."""
     refitter: Refitter
-    """Gives the engines the policy's current weights."""
+    """Object that sends the policy's current weights to the engines."""
     probe: SyncProbe
-    """Checks that the engines sample from the policy."""
+    """Check that the engines compute the policy's log-probabilities."""
     layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]
-    """`build_training_batch`, with all arguments but the trajectories bound."""
+    """`build_training_batch` with all arguments bound except the trajectories."""
     trajectory_log: TrajectoryLog
-    """Writes conversations and rewards."""
+    """Logger of conversations and rewards."""
     idle: IdleShares
-    """Measures how long trainer, engines and environments have nothing to do."""
+    """Object that measures how long trainer, engines and environments are idle."""
     engine_load: Callable[[], dict[str, float]] = dict
-    """Returns `GenerationInterface.load_metrics`, to be logged under `generation/`."""
+    """Function that returns `GenerationInterface.load_metrics`, logged under `generation/`."""
     recorder: StepRecorder | None = None
     """Recorder of steps for a replay. If None, no step is recorded."""
     tasks: Collection[str] = ()
@@ -138,18 +138,18 @@ class RolloutBatches:
     samples_per_update: int | None = None
     """Number of samples of one optimizer update, `policy.train_global_batch_size`. If None, all samples of a step."""
     mixes_weights: bool = False
-    """As in `num_stale_tokens`."""
+    """Whether answers continue with the key-value cache of older weights, as in `num_stale_tokens`."""
 
     def __post_init__(self) -> None:
         self._built = self.rollouts
 
     @property
     def was_changed(self) -> bool:
-        """True if the program has replaced `rollouts`."""
+        """Return True if the program has replaced `rollouts`."""
         return self.rollouts is not self._built
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
-        """See `BatchSource.next_batch`.
+        """Return the batch of a step, made from rollouts. See `BatchSource.next_batch`.
 
         Raises:
             ValueError: The source gave a group that is older than its `max_staleness` allows.
@@ -195,11 +195,11 @@ class RolloutBatches:
         return batch
 
     def _waiting(self, phase: Phase) -> Phase:
-        """Return `phase` if sampling runs ahead (NeMo RL reports waits only then), or a phase that measures nothing."""
+        """Return `phase` if sampling runs ahead, because NeMo RL reports waits only then. Otherwise measure nothing."""
         return phase if self.rollouts.max_staleness else lambda _: nullcontext()
 
     def trained(self, step: int, batch: StepBatch) -> None:
-        """See `BatchSource.trained`."""
+        """Acknowledge the prompts of a trained batch, as `BatchSource.trained` does."""
         self.trajectory_log.write_training(step, batch.trajectories, batch.tensors)
         if self.recorder is not None:
             self.recorder.write(step, batch)
@@ -208,7 +208,7 @@ class RolloutBatches:
 
 
 def _rewards(groups: Sequence[Group]) -> GroupRewards:
-    """Return the rewards of each group's samples by prompt, without groups whose prompt is not from the stream."""
+    """Return the rewards of each group's samples by prompt. Groups whose prompt is not from the stream are left out."""
     return {
         group.prompt: [t.reward for t in group.trajectories if t.reward is not None and t.has_reward]
         for group in groups
@@ -217,7 +217,7 @@ def _rewards(groups: Sequence[Group]) -> GroupRewards:
 
 
 def _discarded(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the number of sampled tokens that no update uses, as a metric."""
+    """Return the number of sampled tokens that are not used in an update, as a metric."""
     tokens = sum(t.response_length for group in groups if not group.trains for t in group.trajectories)
     return {"num_discarded_tokens": float(tokens)}
 
@@ -231,16 +231,16 @@ class TrainingBatch(TypedDict, total=False):
     sample_mask: Tensor  # [B] float32, 0 removes the row from the loss
     generation_logprobs: Tensor  # [B, T] float32, 0 wherever token_mask is 0
     prompt_groups: Tensor  # [B] int64, equal for the rows of one prompt
-    teacher_topk_logits: Tensor  # [B, T, k] float32, after token t, over the temperature; distillation only
+    teacher_topk_logits: Tensor  # [B, T, k] float32, for the token after t; distillation only
     teacher_topk_indices: Tensor  # [B, T, k] int64
     advantages: Tensor  # [B, T] float32
     values: Tensor  # [B, T] float32, of the state before token t; with a critic only
     values_after: Tensor  # [B] float32, of the state after the last token; with bootstrap_truncated only
-    returns: Tensor  # [B, T] float32, what the critic is trained on
+    returns: Tensor  # [B, T] float32, targets of the critic
     prev_logprobs: Tensor  # [B, T] float32; absent when the update is exactly on-policy
     reference_policy_logprobs: Tensor  # [B, T] float32; absent without a KL term
     positive_examples: Tensor  # [B] float32, 1 on answers with a positive reward
-    routed_experts: Tensor  # [B, T, L, k] experts of L layers, -1: not reported; absent without router replay
+    routed_experts: Tensor  # [B, T, L, k] experts of L layers, -1 if unknown; absent without router replay
     row_inputs: list[RowInputs]  # B; absent where rows are token ids only
     num_counted_samples: Tensor  # [B] float32, all equal: rows with a token that counts; absent with prev_logprobs
 
@@ -248,11 +248,11 @@ class TrainingBatch(TypedDict, total=False):
 def build_training_batch(
     trajectories: Sequence[Trajectory], pad_token_id: int, *, mask_truncated: bool, needs_reward: bool = True
 ) -> BatchedDataDict[TrainingBatch]:
-    """Lay trajectories out as tensors, one row for each conversation of each trajectory (`experience.rows.rows_of`).
+    """Convert trajectories to tensors, with one row for each conversation (`experience.rows.rows_of`).
 
     Args:
-        trajectories: Rollouts with B conversations. If the tokens of all of them are stored elsewhere, the batch refers
-            to the stored tokens (`models.batch_rows`).
+        trajectories: Rollouts with B conversations in total. If all of their tokens are stored in other processes, the
+            batch refers to the stored tokens (`models.batch_rows`).
         pad_token_id: Id written after the end of a sample.
         mask_truncated: Exclude samples that hit a length limit from the loss (overlong filtering).
         needs_reward: Exclude samples without a reward from the loss.
@@ -271,7 +271,7 @@ def build_training_batch(
 
 
 def _token_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id: int) -> dict[str, Any]:
-    """Return the columns with a value for each token, and the column of further inputs of rows, if there are any."""
+    """Return the columns with a value per token and, if there are any, the column of further inputs of rows."""
     shape = (len(trajectories), width)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     token_mask = np.zeros(shape, dtype=np.float32)
@@ -309,16 +309,16 @@ def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) ->
 def mask_sequences(
     batch: BatchedDataDict[TrainingBatch], errors_B: Tensor, rewards: Sequence[float | None], threshold: float | None
 ) -> dict[str, float]:
-    """Mask the rows whose training and generation log-probs disagree by more than a threshold: set `sample_mask` to 0.
+    """Set `sample_mask` to 0 for rows whose training and generation log-probabilities differ by more than a threshold.
 
     Args:
         errors_B: The `sequence_errors` of the rows.
         rewards: Rewards of the samples of the rows. A positive reward marks a right answer.
-        threshold: Largest error that stays in the loss. None masks nothing.
+        threshold: Largest error of rows that stay in the loss. If None, no row is masked.
 
     Returns:
         Metrics: largest, smallest and mean error of the rows with a token that counts, before and after masking, or 0
-            if there is no such row. Also the number of masked rows, and the share of masked rows with a right answer.
+            if there is no such row; the number of masked rows; and the share of masked rows with a right answer.
     """
     rows = BatchRows.of(batch)
     exceeds_B = errors_B > (math.inf if threshold is None else threshold)
@@ -331,7 +331,7 @@ def mask_sequences(
 
 
 def masked_metrics(num_masked: float = 0.0, num_right: float = 0.0) -> dict[str, float]:
-    """Return the metrics of masking: number of masked rows, and share of right answers among them, or 0 if none is."""
+    """Return the number of masked rows and the share of right answers among them, which is 0 if no row is masked."""
     return {"num_masked_seqs": num_masked, "masked_correct_pct": num_right / max(num_masked, 1.0)}
 
 

@@ -1,4 +1,4 @@
-"""Check and start the environments of a run, configured or user-supplied, and build the runner that samples in them."""
+"""Check and start a run's environments, and build the runner that samples rollouts in them."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -35,7 +35,7 @@ def check_environments(
     """Check the environments of a run without starting anything.
 
     Raises:
-        ConfigError: A task has no environment, a supplied object is not one, or rollout runners cannot start it.
+        ConfigError: A task has no environment, an object is not an environment, or runners cannot start it.
     """
     for task in tasks:
         if task not in sections:
@@ -59,7 +59,7 @@ def check_environments(
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig, own: Collection[str] = ()) -> RunData:
-    """Check the environments, except the caller's `own`, and load a run's prompts with the tools of their environments.
+    """Check all environments except the caller's `own`, and load a run's prompts with the environments' tools.
 
     Raises:
         ConfigError, DataError: The data, the tools or the parser of tool calls cannot be used.
@@ -83,10 +83,10 @@ def start_environments(
     user_parts: Mapping[str, Any],
     resources: ExitStack,
 ) -> dict[str, Environment]:
-    """Start the environments that do not run yet, in the background.
+    """Start the environments that are not running yet, in the background.
 
     Args:
-        resources: Ends the environments that are started here. Environments that ran before continue after the run.
+        resources: Stack that ends the environments started here. Environments that ran before continue after the run.
     """
     return {
         name: start_environment(
@@ -97,13 +97,13 @@ def start_environments(
 
 
 def try_own_environments(environments: Mapping[str, Environment], data: RunData, timeout_s: float) -> None:
-    """Let user-supplied environments grade a made-up answer to their first prompt, before engines start.
+    """Test user-supplied environments with a made-up answer to their first prompt, before engines start.
 
-    An error whose type shows a mistake in the code ends the run. Any other error is only a warning, because an
-    environment may fail for an odd answer, and a failure only marks the sample as failed.
+    An error whose type shows a mistake in the code ends the run. Any other error is logged as a warning, because an
+    environment may fail for an unusual answer, and the sample is then only marked as failed.
 
     Raises:
-        ConfigError: an environment cannot be constructed, or has a mistake.
+        ConfigError: an environment cannot be constructed, or its code has a mistake.
     """
     first: dict[str, Any] = {}
     for part in data.train.parts:
@@ -123,7 +123,7 @@ def try_own_environments(environments: Mapping[str, Environment], data: RunData,
 
 
 _MISTAKES = ("AttributeError", "ImportError", "KeyError", "ModuleNotFoundError", "NameError", "TypeError", "Unbound")
-"""Names at the beginning of an error's text that show a mistake in the code, whatever the answer is."""
+"""Error types, at the beginning of an error's text, that show a mistake in the code for any answer."""
 
 
 def _given(name: str, user_parts: Mapping[str, Any], section: Any) -> Any:
@@ -138,9 +138,9 @@ def make_runner(
     review: ReviewSettings,
     threads: ExitStack,
 ) -> RolloutRunner:
-    """Build the object that plays rollouts and reviews them: in the driver, or in runner actors.
+    """Build the object that samples and reviews rollouts, in the driver or in runner actors.
 
-    `threads` ends its event loop and its actors.
+    The stack `threads` ends the event loop and the actors.
 
     Raises:
         ConfigError: There are fewer engines than runners.

@@ -1,6 +1,6 @@
-"""Move weights from the policy to the engines when, and only when, they are stale.
+"""Send the policy's weights to the engines if the engines' weights are outdated.
 
-This module connects `models.policy` and `models.generation`, which never import each other. One sync:
+This module connects `models.policy` and `models.generation`, which do not import each other. One sync:
 
     engines.begin ─┐                        ┌─ next buckets are packed while these are loaded
     policy.begin  ─┴► policy.next_buckets ─►│─► engines.receive_bucket  (+ policy.send for collectives)
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 _COMPARED_TOKENS = list(range(1, 17))
-"""Prompt for which the hidden states after a sync of whole tensors and after a sync of parts are compared."""
+"""Prompt for a comparison of hidden states after a sync of whole tensors and after a sync of parts."""
 
 
 class WeightSource(Trainers, Protocol):
@@ -59,28 +59,28 @@ class WeightSource(Trainers, Protocol):
         """
 
     def begin_weight_stream(self, lanes: list[Lane]) -> list[PendingCall]:
-        """Start a stream on all ranks, and return the calls to wait for."""
+        """Start a stream of weights on all ranks, and return the calls to wait for."""
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Pack the next tensors into one bucket for each lane."""
+        """Pack the next tensors into one bucket per lane."""
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
-        """Send a bucket, if the transport sends, and return the calls to wait for."""
+        """Send a bucket if the transport needs a call for it, and return the calls to wait for."""
 
 
 NO_WEIGHTS = -1
-"""Version of engines that have dropped their weights."""
+"""Version number of engines that have released their weights."""
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines as a `DeviceUser` of devices that the policy shares (see `runtime.device_sharing`)."""
+    """The engines as a `DeviceUser` of devices that the policy shares (`runtime.device_sharing`)."""
 
     generation: EngineGroup
     timeout_s: float
-    """Time limit of their answers in seconds."""
+    """Time limit in seconds for answers of the engines."""
     drops_weights: bool = False
-    """Whether they lose their weights when they sleep."""
+    """Whether the engines lose their weights when they sleep."""
 
     def rest(self) -> None:
         """Release device memory."""
@@ -112,7 +112,7 @@ def shared_engines(policy: PolicyConfig, cluster: ClusterConfig, engines: Engine
 
 
 class Refitter:
-    """Keeps the engines' weights equal to the policy's. It may be called from several threads.
+    """Keep the engines' weights equal to the policy's. Methods may be called from several threads.
 
     Args:
         timeout_s: Time limit of every wait within a sync, in seconds.
@@ -137,10 +137,10 @@ class Refitter:
         self._memory = memory or MemorySharing()
         self._synced: tuple[int, int] | None = None
         self.last_sync: dict[str, float] = {}
-        """Sizes and seconds of the last sync."""
+        """Sizes and durations (seconds) of the last sync."""
         self.before_update: list[Callable[[], None]] = []
-        """Functions that are called in order before the engines get new weights or go to sleep. They wait for answers
-        that must not get new weights."""
+        """Functions that are called in order before the engines get new weights or go to sleep. They wait until running
+        answers that must not get new weights are finished."""
         generation.load_weights = self.sync
 
     @property
@@ -155,7 +155,7 @@ class Refitter:
         return holds and self._synced == (version, self._generation.membership)
 
     def ensure_fresh(self) -> None:
-        """Wake the engines. Sync if their weights are outdated, or if an engine was replaced or added.
+        """Wake the engines, and sync if their weights are outdated or if an engine was replaced or added.
 
         Raises:
             WeightSyncError: The weights did not arrive, or arrived with other values.
@@ -163,14 +163,14 @@ class Refitter:
         """
         self._generation.follow_number()
         if not self._is_fresh:
-            self._wait_for_answers()  # without the locks, because the revival of an engine needs them
+            self._wait_for_answers()  # without the locks, because the restart of an engine needs them
         with self._generation.exclusively(), self._policy.held(), self._generation.changing():
             self._memory.hand_to(("generation",))
             if not self._is_fresh:
                 self.sync()
 
     def before_training(self) -> None:
-        """Hand device memory to the policy."""
+        """Give the policy the device memory that it shares with the engines."""
         if self._memory.is_shared("generation"):
             self._wait_for_answers()
         self._memory.hand_to(("policy",))
@@ -180,7 +180,7 @@ class Refitter:
             wait()
 
     def sync(self) -> None:
-        """Move the policy's current weights to all engines, replacing engines that died."""
+        """Send the policy's current weights to all engines, and replace engines that died."""
         with self._generation.exclusively(), self._policy.held():
             started = time.perf_counter()
             receipts = self._generation.with_replacements(self._sync_once)
@@ -225,13 +225,13 @@ class Refitter:
             return False
 
     def _computed(self) -> list[Any]:
-        """Return what shows the engines' weights: names of weights that are not finite, and hidden states as bytes."""
+        """Return a summary of the engines' weights: names of non-finite weights, and hidden states as bytes."""
         spoilt = self._wait(self._on_engines("weights_not_finite"), "comparing")
         outputs = self._wait(self._on_engines("layer_outputs", _COMPARED_TOKENS), "comparing")
         return [spoilt, [[layer.numpy().tobytes() for layer in of_worker] for of_worker in outputs]]
 
     def _transfer(self, is_trial: bool = False) -> list[SyncReceipt]:
-        """Move all tensors once, or on trial let the workers fill tensors that they do not receive with NaN."""
+        """Send all tensors once. With trial, the workers fill tensors that they do not receive with NaN."""
         engines = (self._generation.num_workers, self._generation.membership)
         if self._lanes.must_meet(*engines):  # a trainer rank would wait a minute for a dead engine
             self._wait(self._on_engines("ready"), "looking for engines")

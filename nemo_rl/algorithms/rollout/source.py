@@ -36,19 +36,19 @@ class Group:
     """The finished samples of one prompt."""
 
     order: tuple[int, int]
-    """Position among the groups of a step: round of sampling, index of the prompt in the round. It does not depend on
-    when the group finished."""
+    """Position among the groups of a step: the sampling round and the prompt's index in it. It does not depend on
+    timing."""
     trajectories: Sequence[Trajectory]
     """Trajectories ordered by sample."""
     prompt: PromptPosition | None = None
     """Position of the prompt in the stream. None if the prompt does not come from the stream."""
     trains: bool = True
-    """Whether the batch contains the group. If not, its prompt is still acknowledged with the batch. The prompt of a
-    group that a source does not give at all is not acknowledged, so a resumed run samples it again."""
+    """Whether the batch contains the group. If it is False, the prompt is still acknowledged with the batch. A prompt
+    whose group a source never returns is not acknowledged, so a resumed run samples it again."""
 
 
 def numbered(groups: Sequence[Group]) -> list[Trajectory]:
-    """Return the trajectories of the groups in order, and set the `group_index` of each."""
+    """Set the `group_index` of the trajectories of each group, and return all trajectories in order."""
     for index, group in enumerate(groups):
         for trajectory in group.trajectories:
             trajectory.group_index = index
@@ -57,7 +57,7 @@ def numbered(groups: Sequence[Group]) -> list[Trajectory]:
 
 @dataclass(frozen=True)
 class SampledGroups:
-    """Groups that were sampled together, in a form that a source can store in its state."""
+    """Groups that were sampled together, in a form that a source can save in its state."""
 
     groups: list[Group]
     """Groups ordered by prompt."""
@@ -78,7 +78,7 @@ class SampledGroups:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prompts: Prompts) -> Self:
-        """Rebuild groups from their `state_dict`, and keep the stream from handing out their prompts."""
+        """Rebuild groups from their `state_dict`, and mark their prompts as used in the stream."""
         groups = []
         for each in state["groups"]:
             (round_index, index), prompt = each["order"], each["prompt"]
@@ -90,11 +90,11 @@ class SampledGroups:
 
 
 class RolloutSource(Protocol):
-    """Gives each step its groups."""
+    """Interface that returns the groups of each step."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the sampling of the last groups, logged under `train/`."""
+        """Metrics of the last sampling, logged under `train/`."""
 
     @property
     def max_staleness(self) -> int:
@@ -105,7 +105,7 @@ class RolloutSource(Protocol):
         """
 
     def next_groups(self, step: int) -> Iterator[Group]:
-        """Give groups for training step `step` (from 1), each as soon as it is finished.
+        """Yield groups for training step `step` (from 1), each when it is finished.
 
         A second call in the same step gives further groups. Groups come in any order (`Group.order`).
 
@@ -124,7 +124,7 @@ class StartedGroups:
     key: RolloutKey
     """Key of the collection."""
     tasks: list[BackgroundTask[Rollouts]]
-    """One for each prompt, in the order of the batch."""
+    """The groups' tasks, one per prompt, in the order of the batch."""
 
     def finish(self) -> SampledGroups:
         """Wait for all groups.
@@ -152,18 +152,18 @@ SOURCES: Registry[RolloutSource] = Registry(
     {"fresh": f"{__name__}.FreshRollouts", "dynamic_sampling": f"{__name__}.DynamicSampling"},
     attributes=("metrics", "max_staleness"),
 )
-"""Sources that `rollout_source.name` may name. A user's own source is constructed with the source that it wraps."""
+"""Sources by the name in `rollout_source.name`. A user's source is constructed with the source that it wraps."""
 
 
 def drawn_prompts(algorithm: RolloutTrainingConfig) -> int:
-    """Return the number of prompts drawn at a time: one step's, or one round's with dynamic sampling."""
+    """Return the number of prompts that are drawn at once: those of a step or, with dynamic sampling, of a round."""
     if isinstance(algorithm, RewardedTrainingConfig) and algorithm.use_dynamic_sampling:
         return int(algorithm.num_prompts_per_step * algorithm.batch_multiplier)
     return algorithm.num_prompts_per_step
 
 
 def check_source(config: RolloutSourceConfig, key: str) -> None:
-    """Check the user-supplied source, if the section names one.
+    """Check the user-supplied source if the section names one.
 
     Args:
         key: dotted path of the section.
@@ -176,7 +176,7 @@ def check_source(config: RolloutSourceConfig, key: str) -> None:
 
 
 def wrap_source(inner: RolloutSource, config: RolloutSourceConfig, key: str) -> RolloutSource:
-    """Return the source wrapped in the user's class, if the section names one, or else the source itself."""
+    """Return the source wrapped in the user's class. Without such a class, return the source itself."""
     return SOURCES.make(config.name, key, config.kwargs, inner) if SOURCES.is_own(config.name) else inner
 
 
@@ -184,8 +184,8 @@ def wrap_source(inner: RolloutSource, config: RolloutSourceConfig, key: str) -> 
 class FreshRollouts:
     """Source that samples the next batch of prompts with the current weights.
 
-    Nothing is sampled ahead: a step that was not trained on is sampled again, from the weights of its checkpoint. A
-    source that wraps this one can sample in the background by `start`.
+    Nothing is sampled ahead. If a run is resumed, an untrained step is sampled again from the weights of the
+    checkpoint. A source that wraps this one can use `start` to sample in the background.
     """
 
     prompts: Prompts
@@ -197,14 +197,14 @@ class FreshRollouts:
     """Number of samples per prompt."""
     run_seed: int
     metrics: dict[str, float] = field(default_factory=dict, init=False)
-    """Metrics reported by environments about the last groups."""
+    """Metrics of the environments for the last groups."""
     _rounds: Counter[int] = field(default_factory=Counter, init=False)
-    """Number of collections of each step."""
+    """Number of collections so far in each step."""
 
     max_staleness = 0
 
     def next_groups(self, step: int) -> Iterator[Group]:
-        """See `RolloutSource.next_groups`."""
+        """Sample the next batch of prompts, and yield its groups as `RolloutSource.next_groups` does."""
         batch, key = self._next_batch(step)
         collection = self.runner.stream(batch.rows, self.num_generations, self.sampling, key)
         for samples in collection:
@@ -213,7 +213,7 @@ class FreshRollouts:
         self.metrics = collection.metrics
 
     def start(self, step: int) -> StartedGroups:
-        """Draw the next batch of prompts for a step, and sample its groups in the background.
+        """Draw the next batch of prompts for a step, and start to sample its groups in the background.
 
         Raises:
             DataExhausted: there is no further batch.
@@ -229,11 +229,11 @@ class FreshRollouts:
     async def play(
         self, prompts: BatchedDataDict[Any], row: int, key: RolloutKey, progress: GroupProgress | None = None
     ) -> Rollouts:
-        """Sample the group of one prompt, with the arguments and errors of `RolloutRunner.play_group`."""
+        """Sample the group of one prompt. Arguments and errors are those of `RolloutRunner.play_group`."""
         return await self.runner.play_group(prompts, row, self.num_generations, self.sampling, key, progress)
 
     def failed(self, prompts: BatchedDataDict[Any], row: int, reason: str) -> Rollouts:
-        """Return the group of one prompt that cannot be sampled (see `RolloutRunner.failed_group`)."""
+        """Return the group of a prompt that cannot be sampled, with failed samples (`RolloutRunner.failed_group`)."""
         return self.runner.failed_group(prompts, row, self.num_generations, reason)
 
     def _next_batch(self, step: int) -> tuple[PromptBatch, RolloutKey]:
@@ -246,15 +246,15 @@ class FreshRollouts:
 class DynamicSampling:
     """DAPO's dynamic sampling (Yu et al. 2025, section 3.2): train only on groups whose rewards differ.
 
-    It collects until `num_groups` groups have more than one distinct reward. Rewards are compared after penalties and
-    after scaling. Penalties may make equal rewards different, and scaling may clip different rewards to the same value.
-    All other groups are given with `trains=False`.
+    Groups are sampled until `num_groups` groups have at least two different rewards. Rewards are compared after
+    penalties and scaling, because penalties may make equal rewards different, and scaling may clip different rewards to
+    one value. All other groups are returned with `trains=False`.
 
     Args:
         inner: Source to collect from.
         num_groups: Number of groups per step.
         max_rounds: Largest number of collections per step.
-        scale: Function that scales rewards `[G]` before they become advantages. None leaves them as they are.
+        scale: Function that scales rewards `[G]` before advantages are computed. If None, rewards are not scaled.
     """
 
     def __init__(
@@ -272,11 +272,11 @@ class DynamicSampling:
 
     @property
     def max_staleness(self) -> int:
-        """See `RolloutSource.max_staleness`."""
+        """Return `max_staleness` of the inner source."""
         return self._inner.max_staleness
 
     def next_groups(self, step: int) -> Iterator[Group]:
-        """See `RolloutSource.next_groups`.
+        """Collect groups until enough of them have different rewards (`RolloutSource.next_groups`).
 
         Raises:
             DataExhausted: Too few groups have different rewards after `max_rounds` collections.

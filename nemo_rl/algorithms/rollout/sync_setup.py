@@ -1,6 +1,6 @@
 """Choose how weights get from the policy to the engines, and check the first sync.
 
-Choices that cannot work are refused before, by `config.rules.training`.
+`config.rules.training` has already refused impossible choices.
 """
 
 import logging
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 MAX_COMPARED_TOKENS = 32
 ROUNDING = {"float32": 1e-4, "float16": 0.003, "bfloat16": 0.01, "fp8": 0.05}
-"""Relative difference of hidden states that rounding can cause in one layer, by number format."""
+"""Relative difference of hidden states that one layer's rounding can cause, by number format."""
 
 
 class SyncProbe:
     """Check that compares the log-probabilities of the policy and of the engines in the first batch.
 
     Args:
-        refitter: Wakes the engines and puts them to sleep where they share a device with the policy.
-        max_error: Largest mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens. None: no check.
+        refitter: Object that wakes the engines, and puts them to sleep if they share a device with the policy.
+        max_error: Largest mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens. If None, no check.
         timeout_s: Time limit for answers of the engines, in seconds.
-        precision: The coarser one of the number formats of policy and engines.
+        precision: The less precise of the number formats of policy and engines.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class SyncProbe:
         self._membership: int | None = None
 
     def check(self, batch: BatchedDataDict[Any], num_stale_B: Tensor | None = None) -> None:
-        """Compare once, or do nothing if these engines have been compared before.
+        """Compare the log-probabilities, unless these engines have been compared before.
 
         Only tokens that the current weights sampled are compared. If a batch has none, the next batch is compared.
 
         Args:
             batch: `input_ids`, `input_lengths`, `token_mask` and `generation_logprobs`, or stored rows.
-            num_stale_B: See `StepBatch.num_stale_B`.
+            num_stale_B: `StepBatch.num_stale_B`.
 
         Raises:
             WeightSyncError: The engines compute other log-probabilities than the policy.
@@ -108,7 +108,7 @@ class SyncProbe:
         )
 
     def _suspects(self, token_ids: list[int]) -> str:
-        """Describe for each engine, in sentences, the first layer whose output differs from the policy's."""
+        """Return sentences that name, for each engine, the first layer whose output differs from the policy's."""
         self._refitter.ensure_fresh()
         workers = self._generation.workers
         calls = self._generation.call_all("layer_outputs", token_ids)
@@ -151,10 +151,10 @@ def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Seq
 def make_refitter(
     config: PolicyConfig, cluster: ClusterConfig, policy: Policy, engines: EngineGroup, memory: MemorySharing
 ) -> Refitter:
-    """Build the refitter, with the transport that the section asks for.
+    """Build the refitter with the configured transport.
 
     Args:
-        memory: Moves shared devices between policy and engines.
+        memory: Object that gives shared devices to the policy or to the engines.
     """
     generation = config.sampling
     sync = generation.weight_sync
@@ -183,12 +183,12 @@ def refit_policy_generation(
     timer: Timer | None = None,
     kv_scales: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Move the policy's weights to engines, called with NeMo RL's arguments. A run does this by itself.
+    """Send the policy's weights to engines, with NeMo RL's arguments. A run does this by itself.
 
     Args:
-        policy_generation: Destination of the weights: `Run.generation`, or engines that the program started.
+        policy_generation: Engines that get the weights: `Run.generation`, or engines that the program started.
         colocated_inference: Whether policy and engines share devices.
-        _refit_buffer_size_gb: Gibibytes moved at a time. None is the value of `weight_sync.bucket_size_mb`.
+        _refit_buffer_size_gb: Gibibytes that are sent at a time. If None, the value of `weight_sync.bucket_size_mb`.
         timer: Timer that records the time as `refit`.
         kv_scales: Must be None.
 
@@ -201,7 +201,7 @@ def refit_policy_generation(
         WeightSyncError: The weights did not arrive, or arrived with other values.
     """
     if kv_scales:
-        raise NotBuiltError("kv_scales: calibrated scales of an fp8 key-value cache are not built yet; it has scale 1.")
+        raise NotBuiltError("kv_scales: calibrated scales of an fp8 key-value cache are not built yet; the scale is 1.")
     if isinstance(policy_generation, VllmGeneration):
         engines, config = policy_generation.engines, policy_generation.config.model_copy(deep=True)
     else:
@@ -223,7 +223,7 @@ def refit_policy_generation(
 def make_probe(
     config: PolicyConfig, cluster: ClusterConfig, policy: Policy, engines: EngineGroup, refitter: Refitter
 ) -> SyncProbe:
-    """Build the check of the first sync, from the arguments of `make_refitter`."""
+    """Build the check of the first sync. Arguments are those of `make_refitter`."""
     generation = config.sampling
     formats = {config.precision, engine_precision(config)}
     if FP8 in (generation.engine.precision, generation.engine.kv_cache_dtype[:3]):
@@ -239,7 +239,7 @@ def make_probe(
 
 
 def choose_transport(asked: str, cluster: ClusterConfig, colocated: bool) -> TransportName:
-    """Return the transport, chosen by the cluster if `weight_sync.transport=auto`."""
+    """Return the configured transport. For `weight_sync.transport=auto`, it is chosen by the cluster."""
     if asked != "auto":
         return asked  # type: ignore[return-value]
     if cluster.uses_gpu:

@@ -1,4 +1,4 @@
-"""Measure the policy on held-out prompts, through the same rollouts as training.
+"""Validate the policy on held-out prompts, with the same rollouts as in training.
 
     overlap.validation=stop             training waits until all answers are graded
     overlap.validation=hold_updates     training goes on; the next weights reach the engines after the validation
@@ -34,10 +34,10 @@ from nemo_rl.utils.logger import print_message_log_samples
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates on a fixed set of prompts."""
+    """Validate on a fixed set of prompts."""
 
     batches: Iterable[BatchedDataDict[Any]]
-    """Collated prompts, iterated again for every validation."""
+    """Collated prompts. Each validation iterates over them again."""
     runner: RolloutRunner
     """Runner that samples the answers."""
     sampling: SamplingParams
@@ -48,10 +48,10 @@ class Validator:
     tasks: Collection[str] = ()
     """Names of the run's environments. If there are several, each has its own metrics."""
     name_of: Callable[[int], str | None] = lambda idx: None
-    """Function from a row to the name of its data set, which then has its own metrics, or to None."""
+    """Function that returns the name of a row's data set, or None. Each named data set has its own metrics."""
 
     def validate(self) -> Rollouts:
-        """Roll out all validation prompts, and return the trajectories and metrics for the prefix `validation/`."""
+        """Sample answers to all validation prompts. Return trajectories, and metrics for the prefix `validation/`."""
         return self._joined(
             [
                 self.runner.collect(prompts, self.num_generations, self.sampling, self._key(index))
@@ -60,7 +60,7 @@ class Validator:
         )
 
     async def play(self, batches: Sequence[BatchedDataDict[Any]]) -> Rollouts:
-        """Validate as `validate` does, but as a coroutine and with prompts that are loaded already."""
+        """Validate with prompts that are already loaded, as a coroutine."""
         return self._joined(
             [
                 await self.runner.play(prompts, self.num_generations, self.sampling, self._key(index))
@@ -99,7 +99,7 @@ class Validator:
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """Writes the samples of a validation to the log, and prints some of them."""
+    """Writer of the samples of a validation to the log, which also prints some of them."""
 
     trajectory_log: TrajectoryLog
     """Log that the samples are written to."""
@@ -133,11 +133,11 @@ class _Running:
         self.ended = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait for the end, and count the seconds. A failure is not raised here, but by the task's result."""
+        """Wait for the end, and add the waiting time. A failure is raised by the task's result, not here."""
         started = time.perf_counter()
         self.task.wait(self.limit_s)
         woken = time.perf_counter()
-        # This thread wakes up later than the validation ends.
+        # # This thread may wake up later than the validation ends.
         self.waited_s += max(0.0, min(woken, self.ended or woken) - started)
 
 
@@ -151,13 +151,13 @@ class BackgroundValidation:
     validator: Validator
     """Validator that samples the answers."""
     ensure_fresh: Callable[[], None]
-    """Function that gives the engines the policy's weights."""
+    """Object that sends the policy's weights to the engines."""
     report: ValidationReport
     """Writes the samples."""
     _running: _Running | None = field(default=None, init=False)
 
     def start(self, step: int) -> None:
-        """See `Validation.start`."""
+        """Send the weights to the engines, and start the validation in the background (`Validation.start`)."""
         self.ensure_fresh()
         batches, runner = list(self.validator.batches), self.validator.runner
         # With `through_updates`, `wait_for_groups` does not wait for the validation: a checkpoint must not wait for it.
@@ -165,7 +165,7 @@ class BackgroundValidation:
         self._running = _Running(step, task, limit_s=len(batches) * runner.group_limit_s)
 
     def wait(self) -> None:
-        """Wait for the running validation, if there is one. A failure of the validation is raised by `finished`.
+        """Wait for the running validation, if there is one. `finished` raises its failure.
 
         Raises:
             DeadlineExceededError: The validation has not ended within the time limits of all of its batches.
@@ -174,7 +174,7 @@ class BackgroundValidation:
             self._running.wait()
 
     def finished(self, *, wait: bool) -> ValidationResult | None:
-        """See `Validation.finished`.
+        """Return the result of the validation once it has ended (`Validation.finished`).
 
         The metrics `min_weight_version` and `max_weight_version` are the oldest and newest weights that wrote answers.
         """
@@ -190,14 +190,14 @@ class BackgroundValidation:
         return ValidationResult(running.step, metrics, ended - running.started, running.waited_s)
 
     def cancel(self) -> None:
-        """See `Validation.cancel`."""
+        """Cancel the running validation (`Validation.cancel`)."""
         if self._running is not None:
             self._running.task.cancel()
             self._running = None
 
 
 def _version_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the oldest and the newest version of the weights that wrote answers, or no metrics without answers."""
+    """Return the oldest and newest weight versions that wrote answers, or no metrics without answers."""
     versions = [span.version for trajectory in trajectories for span in trajectory.all_weight_versions]
     if not versions:
         return {}
@@ -232,11 +232,11 @@ def make_validation(
 
 
 def overlapped(choice: str, validator: Validator, report: ValidationReport, refitter: Refitter) -> Validation:
-    """Return a validation that training stops for, or one that runs while training continues.
+    """Return a validation that runs during training, or one for which training waits.
 
     Args:
         choice: Value of `overlap.validation`.
-        refitter: Gives the engines the policy's weights. With `hold_updates` it first waits for the validation.
+        refitter: Sends the policy's weights to the engines. With `hold_updates` it first waits for the validation.
     """
     if choice == "stop":
 

@@ -1,6 +1,6 @@
-"""Let models and engines that share devices take turns. While one is idle, its state is in host memory.
+"""Let models and engines that share devices use them in turns. The state of an idle one is in host memory.
 
-Invariant: before a model or the engines work, all other users of the same devices have been moved to host memory.
+Invariant: before a model or the engines work, the other users of the devices are moved to host memory.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from nemo_rl.models.training.backends import training_backend
 
 
 class DeviceUser(Protocol):
-    """A model or the engines, with state on shared devices. Calling a method again has no effect."""
+    """A model or the engines, with state on shared devices. Repeated calls of a method have no effect."""
 
     def rest(self) -> None:
         """Move the state to host memory, as far as that is possible."""
@@ -24,7 +24,7 @@ class DeviceUser(Protocol):
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model under training that gives up its optimizer state but not its weights, for example for a weight sync."""
+    """A model under training. It releases its optimizer state but keeps its weights, for example for a weight sync."""
 
     policy: Policy
 
@@ -39,7 +39,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class SecondTrainedModel:
-    """A model under training that gives up its optimizer state and its weights, because no engine needs them."""
+    """A model under training that releases its optimizer state and its weights, because no engine needs the weights."""
 
     policy: Policy
 
@@ -56,7 +56,7 @@ class SecondTrainedModel:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model for inference only, which gives up its weights."""
+    """A model for inference only, which releases its weights."""
 
     policy: Policy
 
@@ -86,11 +86,11 @@ def groups_of_models(roles: Mapping[str, Role], models: Mapping[str, Policy]) ->
 
 
 class MemorySharing:
-    """Decides which models and engines have their state on shared devices.
+    """Decide which models and engines have their state on shared devices.
 
     Args:
         groups: For each group of shared devices, the models and engines on it, by name. A model with its own devices is
-            in no group. On CPUs there are no groups, because host memory is the only memory.
+            in no group. On CPUs there are no groups, because CPUs use host memory only.
     """
 
     def __init__(self, *groups: Mapping[str, DeviceUser]):
@@ -102,7 +102,7 @@ class MemorySharing:
         return any(name in group for group in self._groups)
 
     def hand_to(self, names: Collection[str]) -> None:
-        """Move all other users of the devices to host memory, then these models and engines to the devices.
+        """Move all other users of the devices to host memory, and then move these models and engines to the devices.
 
         Args:
             names: Models and engines that are about to work. Devices that none of them uses stay as they are.
@@ -122,7 +122,7 @@ class MemorySharing:
 def share_memory(
     cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Policy], engines: DeviceUser | None = None
 ) -> MemorySharing:
-    """Let models and engines that share GPUs take turns."""
+    """Build the object that lets models and engines share GPUs in turns."""
     groups = groups_of_models(roles, models)
     if engines is not None:
         groups["policy"] = {"generation": engines} | groups["policy"]
@@ -131,32 +131,32 @@ def share_memory(
 
 @dataclass(frozen=True)
 class SavedOnDevice:
-    """Model besides the policy that is moved to its devices before it is saved (`saving.BackgroundSavable`)."""
+    """Model other than the policy, which is moved to its devices before it is saved (`saving.BackgroundSavable`)."""
 
     name: str
     """Name of the model."""
     model: Policy
     memory: MemorySharing
-    """Moves the model to its devices."""
+    """Object that moves the model to its devices."""
 
     def save_checkpoint(self, *paths: Any, **options: Any) -> None:
-        """See `Policy.save_checkpoint`."""
+        """Move the model to its devices and save it (`Policy.save_checkpoint`)."""
         self.memory.hand_to((self.name,))
         self.model.save_checkpoint(*paths, **options)
 
     def checkpoint_is_written(self) -> bool:
-        """See `Policy.checkpoint_is_written`."""
+        """Return whether the background write has ended (`Policy.checkpoint_is_written`)."""
         return self.model.checkpoint_is_written()
 
     def finalize_async_save(self) -> None:
-        """See `Policy.finalize_async_save`."""
+        """Wait for the background write (`Policy.finalize_async_save`)."""
         self.model.finalize_async_save()
 
 
 def saved_models(
     roles: Mapping[str, Role], models: Mapping[str, Policy], memory: MemorySharing
 ) -> dict[str, Policy | SavedOnDevice]:
-    """Return the models that a checkpoint holds, by name."""
+    """Return the models that a checkpoint contains, by name."""
     return {
         name: models[name] if name == "policy" else SavedOnDevice(name, models[name], memory) for name in trained(roles)
     }

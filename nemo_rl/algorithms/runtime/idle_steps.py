@@ -1,4 +1,4 @@
-"""Count the steps in which a model makes no update, log the reason, and end the run after too many in a row."""
+"""Count steps in which a model makes no update, log the reason, and end the run after too many of them in a row."""
 
 import logging
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _LOOK_AT_NUMBERS = (
 
 
 class IdleSteps:
-    """Counter of the steps in a row in which the policy, or the critic of PPO, made no update.
+    """Counter of consecutive steps in which the policy, or the critic of PPO, made no update.
 
     Args:
         most: Number of consecutive idle steps that ends the run.
@@ -27,7 +27,7 @@ class IdleSteps:
 
     def __init__(self, most: int) -> None:
         self.in_a_row = 0
-        """Number of idle steps since the last step in which all models trained."""
+        """Number of idle steps since the last step in which all models were updated."""
         self._most = most
 
     def note(self, step: int, metrics: Mapping[str, float]) -> NemoRLError | None:
@@ -65,7 +65,7 @@ class IdleSteps:
 
 
 def made_update(metrics: Mapping[str, float]) -> bool:
-    """Return whether a step updated the policy. Without the metric `num_updates`, it is taken to be 1."""
+    """Return whether a step updated the policy. If the metric `num_updates` is missing, return True."""
     return metrics.get("num_updates", 1.0) > 0 and metrics.get("global_valid_seqs") != 0
 
 

@@ -1,4 +1,4 @@
-"""Replace the ranks of a run's models when some died or hang, so that the run continues from its newest checkpoint.
+"""Replace ranks of a run's models that died or hang, and continue the run from its newest checkpoint.
 
     train ─► failure ─► models with lost ranks ─► new ranks in the same places ─► new parts in the controller ─► train
                         none: the failure ends      load the newest checkpoint     session and source begin at the
@@ -28,14 +28,14 @@ _CHANGES_WITH_EACH_PROCESS = re.compile(r"pid \d+|\bid [0-9a-f]{8,}")
 
 
 class Replaceable(Protocol):
-    """A model whose ranks can be replaced."""
+    """Interface of a model whose ranks can be replaced."""
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return in one line why the ranks have to be replaced, or None if they do not."""
+        """Return a one-line reason to replace the ranks, or None if they need not be replaced."""
 
 
 class BuiltSource(BatchSource, Protocol):
-    """A source that `setup` of an algorithm has built."""
+    """A source that the `setup` of an algorithm has built."""
 
     @property
     def was_changed(self) -> bool:
@@ -44,7 +44,7 @@ class BuiltSource(BatchSource, Protocol):
 
 @dataclass(frozen=True)
 class Connection:
-    """The parts of a run in the controller that are connected to its workers. For the fields, see `Run`."""
+    """The parts of a run in the controller that are connected to its workers. The fields are those of `Run`."""
 
     session: Session
     source: BuiltSource
@@ -54,7 +54,7 @@ class Connection:
 
 
 class Restartable(Protocol):
-    """Replaces ranks of a run, and connects the run to its workers again."""
+    """Interface to replace ranks of a run and to connect the run to its workers again."""
 
     @property
     def models(self) -> Mapping[str, Replaceable]:
@@ -64,10 +64,10 @@ class Restartable(Protocol):
         """Return the step folder to continue from, or None to begin again at step 1."""
 
     def replace_ranks(self, lost: Collection[str], resume_path: Path | None) -> None:
-        """End the threads of the controller's parts, and replace the ranks of trained and of `lost` models."""
+        """End the threads of the controller's parts, and replace the ranks of trained models and of `lost` models."""
 
     def rebuild(self, resume_path: Path | None) -> Connection:
-        """Build the parts in the controller, for a run that continues from a step folder."""
+        """Build the parts in the controller again, for a run that continues from a step folder."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Cause:
     step: int
     """The step that failed."""
     reason: str
-    """The failure in one line."""
+    """The failure, in one line."""
 
     @property
     def kind(self) -> tuple[int, str]:
-        """The cause without process ids and similar values, by which a repeated failure is recognized."""
+        """Return the cause without process ids and similar values, so that equal failures have equal texts."""
         return self.step, _CHANGES_WITH_EACH_PROCESS.sub("", self.reason)
 
     def __str__(self) -> str:
@@ -90,20 +90,20 @@ class Cause:
 
 @dataclass
 class Recovery:
-    """Callable that makes a run ready to be trained again (`Run.recover`)."""
+    """Callable that prepares a run for further training after a failure (`Run.recover`)."""
 
     max_restarts: int
-    """Number of restarts after which a failure ends the run."""
+    """Number of restarts that are allowed. The next failure ends the run."""
     workers: Restartable
-    """Workers that are restarted, and builder of the parts in the controller."""
+    """Object that restarts workers and builds the parts in the controller."""
     metrics: Logger
     connection: Connection
     """The current parts in the controller."""
     causes: list[Cause] = field(default_factory=list)
-    """Reasons of the restarts so far."""
+    """Causes of the restarts so far."""
 
     def __call__(self, run: Run, failure: Exception) -> None:
-        """Replace lost ranks, and build source and session of the run again.
+        """Replace lost ranks, and build the run's source and session again.
 
         Raises:
             RunRestartError: The allowed restarts are used up, the same step failed twice in the same way, or the
@@ -128,7 +128,7 @@ class Recovery:
         self._restart(run, lost)
 
     def _note(self, cause: Cause, failure: Exception) -> None:
-        """Record a cause, and raise an error if it is one too many or a repeated one."""
+        """Record a cause. Raise an error if there are too many causes or if this one is repeated."""
         repeats = cause.kind in [earlier.kind for earlier in self.causes]
         self.causes.append(cause)
         if not repeats and len(self.causes) <= self.max_restarts:
@@ -160,7 +160,7 @@ class Recovery:
 
 
 def _reason(failure: Exception, lost: Mapping[str, str]) -> str:
-    """Return the failure's type and first line, and the reasons of lost ranks that the line does not contain."""
+    """Return the failure's type and first line, and those reasons of lost ranks that the line lacks."""
     message = str(failure).partition("\n")[0]
     others = [f"({name}: {loss})" for name, loss in lost.items() if loss != message]
     return " ".join([f"{type(failure).__name__}: {message}", *others])

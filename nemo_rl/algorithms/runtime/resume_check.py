@@ -31,7 +31,7 @@ _CONFIG_FILE = "config.yaml"
 def check_resume(
     config: MasterConfig, models: Mapping[str, Role], path: Path, num_rows: int, checksum: str
 ) -> Mapping[str, Any]:
-    """Log all changes, and refuse changes that a resumed run cannot make.
+    """Log all changes of the configuration and the data, and refuse those that a resumed run cannot make.
 
     Args:
         models: Models of the run. Those that are trained must be in the checkpoint.
@@ -66,7 +66,7 @@ def _stored_config(path: Path) -> Mapping[str, Any]:
 
 
 def _check_backend(name: str, model: PolicyConfig, path: Path, stored: Mapping[str, Any]) -> None:
-    """Refuse training state of another backend. `allow_changed` cannot allow it."""
+    """Refuse training state of another backend. `allow_changed` does not allow this change."""
     before, now = _backend_key(stored.get(name)), model.backend_key
     if before is None or before == now:
         return
@@ -87,7 +87,7 @@ def _backend_key(stored: Any) -> str | None:
 
 
 def _start_from(name: str, path: Path, before: str) -> str:
-    """Return the lines that tell how to start a run from the weights of a model in a step folder."""
+    """Return the console lines that explain how to start a run from a model's weights in a step folder."""
     model, prepared = path / name / "weights" / MODEL_FOLDER, ""
     if not (model / "config.json").exists():
         model /= CONSOLIDATED_FOLDER
@@ -136,7 +136,7 @@ def _check_data(config: MasterConfig, path: Path, num_rows: int, checksum: str) 
         )
     if _stored_checksum(path) not in (None, checksum) and not accepted:
         raise ConfigError(
-            f"the training data has as many rows as when {path} was written, but their content or order is another. "
+            f"the training data has as many rows as when {path} was written, but their content or order differs. "
             "Use the same data, give this run its own checkpointing.checkpoint_dir, or continue at the same number of "
             "rows of the changed data with\n  checkpointing.allow_changed=[data.train]"
         )
@@ -147,14 +147,14 @@ def _stored_checksum(path: Path) -> str | None:
     """Return the checksum of the rows stored in a step folder, or None if none is stored."""
     try:
         info = json.loads((path / "training_info.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # an unreadable file is reported where the run takes its counters from it
+    except (OSError, ValueError):  # the load of the run's counters reports an unreadable file
         return None
     found = info.get(ROWS_CHECKSUM) if isinstance(info, dict) else None
     return found if isinstance(found, str) else None
 
 
 def _check_state(name: str, checkpointing: CheckpointingConfig, path: Path, stored: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that lacks a trained model or its optimizer, unless `allow_changed` names what is missing."""
+    """Refuse a checkpoint without a trained model or its optimizer, unless `allow_changed` names the missing part."""
     if not (path / name).exists() and not checkpointing.allows(name):
         raise ConfigError(
             f"{path} has no folder {name}: this run trains the model {name}, and the run that wrote the checkpoint did "

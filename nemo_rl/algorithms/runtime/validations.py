@@ -1,4 +1,4 @@
-"""Start the validations of a run, and log their metrics when they are known.
+"""Start the validations of a run, and log their metrics when they are finished.
 
     session ─ start(step) ─► InTurn: validates now, while training waits
                              another part: starts and returns (`rollout.validation.BackgroundValidation`)
@@ -26,17 +26,17 @@ class ValidationResult:
     """A finished validation."""
 
     step: int
-    """Training step after which it started."""
+    """Training step after which the validation started."""
     metrics: dict[str, float]
     """Metrics by name. A metric of a named data set has the name `validation-<set>/<name>`."""
     seconds: float
-    """Seconds from its start to its end."""
+    """Duration of the validation in seconds."""
     waited_s: float
-    """Number of these seconds in which training waited for the validation."""
+    """Seconds for which training waited for the validation."""
 
     @property
     def by_set(self) -> dict[str, dict[str, float]]:
-        """Metrics by the prefix under which they are logged: `validation`, or the prefix of a named data set."""
+        """Return metrics by the prefix under which they are logged: `validation`, or the prefix of a named data set."""
         groups: dict[str, dict[str, float]] = {}
         for name, value in self.metrics.items():
             prefix, _, bare = name.partition("/")
@@ -47,7 +47,7 @@ class ValidationResult:
 
     @property
     def saved(self) -> dict[str, float]:
-        """Metrics by the names that they have in a checkpoint: `val:<name>`, or `val:validation-<set>_<name>`."""
+        """Return metrics by their names in a checkpoint: `val:<name>`, or `val:validation-<set>_<name>`."""
         return {
             f"val:{'' if prefix == 'validation' else f'{prefix}_'}{name}": value
             for prefix, group in self.by_set.items()
@@ -56,13 +56,13 @@ class ValidationResult:
 
 
 class Validation(Protocol):
-    """Measures the policy on held-out data, possibly while training goes on."""
+    """Interface that measures the policy on held-out data, possibly while training goes on."""
 
     def start(self, step: int) -> None:
-        """Start to validate the policy as it is after `step`. No other validation is running."""
+        """Start to validate the policy after `step`. No other validation may be running."""
 
     def finished(self, *, wait: bool) -> ValidationResult | None:
-        """Return the result of the validation once, or None if there is none or if it still runs and `wait` is false.
+        """Return the result once. Return None if there is no result, or if it is not ready and `wait` is false.
 
         Raises:
             Exception: The failure of the validation.
@@ -81,25 +81,25 @@ class InTurn:
     _result: ValidationResult | None = field(default=None, init=False)
 
     def start(self, step: int) -> None:
-        """See `Validation.start`. Here the method returns when the validation is finished."""
+        """Validate, and return when the validation is finished."""
         started = time.perf_counter()
         metrics = self.validate(step)
         seconds = time.perf_counter() - started
         self._result = ValidationResult(step, metrics, seconds, waited_s=seconds)
 
     def finished(self, *, wait: bool) -> ValidationResult | None:
-        """See `Validation.finished`."""
+        """Return the result once, as `Validation.finished` does."""
         result, self._result = self._result, None
         return result
 
     def cancel(self) -> None:
-        """See `Validation.cancel`. Here there is nothing to cancel."""
+        """Do nothing, because no validation runs in the background."""
 
 
 _FIRST_SHOWN = ("accuracy", "val_loss", "loss", "preference_loss")
 _SHOWN_IF_ANY = ("num_reward_errors", "truncation_rate")
 _ROOM = 112
-"""Number of characters that a console line has left for the metrics of a validation."""
+"""Number of characters of a console line that are available for the metrics of a validation."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Validations:
     """The validations of a session."""
 
     validation: Validation | None
-    """Validation that is started. None without validation data."""
+    """Validation to start. None without validation data."""
     metrics: Logger
     """Backends that the metrics are logged to."""
     checkpointing: CheckpointingConfig | None
@@ -117,18 +117,18 @@ class Validations:
     stop_threshold: float | None
     """Value of the metric at which the run ends."""
     started_step: int | None = field(default=None, init=False)
-    """Step of the last validation that was started. None before the first one."""
+    """Step of the last validation that was started. None before the first validation."""
     running_step: int | None = field(default=None, init=False)
     """Step of the running validation. None if no validation runs."""
 
     def start(self, step: int) -> None:
-        """Start a validation. The one before it must be finished."""
+        """Start a validation. The previous validation must be finished."""
         if self.validation is not None:
             self.validation.start(step)
             self.started_step = self.running_step = step
 
     def log_finished(self, *, wait: bool) -> ValidationResult | None:
-        """Log the metrics of the started validation and return its result, or None as `Validation.finished` does.
+        """Log the metrics of the started validation and return its result, or None if it is not ready.
 
         Raises:
             ConfigError: Checkpoints are to be ranked by a metric that the validation does not report.
@@ -151,13 +151,13 @@ class Validations:
         return result
 
     def cancel(self) -> None:
-        """Give up the running validation, because the run has to end."""
+        """Cancel the running validation, because the run has to end."""
         if self.validation is not None:
             self.validation.cancel()
         self.running_step = None
 
     def _check_ranking_metric(self, saved: Mapping[str, float]) -> None:
-        """Refuse a configured ranking metric that validation does not report."""
+        """Raise an error if validation does not report the configured ranking metric."""
         asked = (self.checkpointing.metric_name or "") if self.checkpointing is not None else ""
         chosen = asked.startswith("val:") and asked != CheckpointingConfig.model_fields["metric_name"].default
         if chosen and asked not in saved:
@@ -179,7 +179,7 @@ class Validations:
             if metric in VALIDATION_METRICS:
                 return None  # no answer could be graded
             raise CheckpointError(
-                f"stop_at_validation_metric={metric} is not a validation metric; there are {sorted(metrics)}."
+                f"stop_at_validation_metric={metric} is not a validation metric. Choose one of {sorted(metrics)}."
             )
         if metrics[metric] < threshold:
             return None
@@ -189,8 +189,8 @@ class Validations:
 def in_one_line(metrics: Mapping[str, float]) -> str:
     """Format the metrics of a validation for one line of the console.
 
-    Metrics of all samples come before metrics of single environments, which are left out if they have the same value.
-    Counts of errors are left out if they are 0. The rest of the line is " ..." if not all metrics fit.
+    Metrics of all samples come first, then metrics of single environments. Values of environments that equal the total
+    are left out, and so are error counts of 0. The line ends with " ..." if not all metrics fit.
     """
     names = sorted(metrics, key=lambda name: (name not in _FIRST_SHOWN, "/" in name))
     shown: list[str] = []

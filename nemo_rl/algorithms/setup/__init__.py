@@ -1,1 +1,1 @@
-"""Check, predict and build what a run needs before its first step."""
+"""Check, estimate and build what a run needs before its first step."""

@@ -1,8 +1,8 @@
-"""Predict the memory of each kind of device of a run, by phase, from the configuration alone.
+"""Predict the memory of each group of devices in each phase of a run, from the configuration alone.
 
-`forecast_memory` adds what the training backends predict for the models (`TrainingBackend.predict_memory`), and the
-memory of the engines. Models and engines that share devices take turns, as in `runtime.device_sharing`, also at the
-start (`setup.roles.turns_of_start`). So restoring a checkpoint takes less memory than the phase "training" of the
+`forecast_memory` adds up the predictions of the training backends for the models (`TrainingBackend.predict_memory`) and
+the memory of the engines. Models and engines that share devices take turns, as in `runtime.device_sharing`, also at the
+start (`setup.roles.turns_of_start`). Therefore loading a checkpoint takes less memory than the phase "training" of the
 model. Nothing is started, and no GPU or weights are needed: the `config.json` of each model is enough.
 
 Invariant: a group of devices appears once, under the names of the models and engines on it.
@@ -53,7 +53,7 @@ def log_memory(
 
     Args:
         roles: Models of the run by name, including the policy.
-        available: Bytes of memory that a rank has, see `memory_of_a_rank`. None if unknown.
+        available: Bytes of memory of a rank (`memory_of_a_rank`). None if unknown.
         rows_per_sample: Number of rows of a sample: 2 for pairs.
 
     Returns:
@@ -85,7 +85,7 @@ def log_memory(
 
 
 def _compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, available: float | None) -> None:
-    """Warn if a rank is predicted to need more memory than it has. Refuse the run if its state alone does not fit."""
+    """Warn if a rank's predicted memory exceeds its memory. Refuse the run if the state alone does not fit."""
     if available is None or plan.peak <= available:
         return
     ways_out = ways_to_less(name, section)
@@ -98,7 +98,7 @@ def _compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, availabl
 
 
 def ways_to_less(name: str, section: PolicyConfig) -> str:
-    """Return a sentence about the keys with which a model's ranks need less memory."""
+    """Return a sentence about the configuration keys that reduce the memory of a model's ranks."""
     tensor = section.backend_section.size_keys.get("tp", "tensor parallelism")
     return _WAYS_OUT.format(section=name, backend=section.backend_key, tensor=tensor)
 
@@ -106,7 +106,7 @@ def ways_to_less(name: str, section: PolicyConfig) -> str:
 def memory_of_a_rank(
     cluster: ClusterConfig, gpu_size: float | None = None, host_size: float | None = None
 ) -> float | None:
-    """Return the bytes of a GPU or of a rank's share of a machine, or None if they are unknown.
+    """Return the bytes of a GPU, or of a rank's share of a machine without GPUs. None if unknown.
 
     Args:
         cluster: The machines. On GPUs, `gpu_memory_gb` overrides what is measured.
@@ -124,7 +124,7 @@ def memory_of_a_rank(
 
 
 def gpu_bytes() -> float | None:
-    """Return the bytes of the smallest GPU that this process may use, or None if the driver does not report them."""
+    """Return the bytes of the smallest GPU of this process, or None if the driver does not report them."""
     try:
         return min(float(total) for (total,) in query_gpus("memory.total")) * 2**20
     except ValueError:
@@ -132,9 +132,9 @@ def gpu_bytes() -> float | None:
 
 
 DEFAULT_GPU_GB = 80
-"""Assumed memory of a GPU in gibibytes, if this machine has none and `cluster.gpu_memory_gb` is not set."""
+"""Assumed memory of a GPU in gibibytes, for machines without a GPU if `cluster.gpu_memory_gb` is not set."""
 USABLE_SHARE = 0.93
-"""Share of a GPU's memory left by CUDA contexts, NCCL's buffers and fragmentation, which predictions leave out."""
+"""Share of a GPU's memory that predictions may use. CUDA contexts, NCCL's buffers and fragmentation use the rest."""
 _ASLEEP = 3 * 2.0**30
 """Estimated bytes that a sleeping engine keeps on a GPU: its CUDA context, CUDA graphs and NCCL's buffers."""
 _SYNC_BUCKETS = 2
@@ -154,15 +154,15 @@ class MemoryForecast:
     """The memory that a run will need."""
 
     groups: Mapping[str, MemoryPlan]
-    """Plan of each group of devices, for one of its devices (on CPUs for one process), by the names of the models and
-    engines on it, such as "policy + generation". The `moments` of a plan are the phases of the run with their bytes by
-    kind: "training", "log-probs", "generation", "weight sync", and for every other model "<name>'s training" and
-    "<name>'s scores", of which a frozen model has only the scores. `peak_moment` is the phase that needs the most
-    memory, and `peak` its bytes. `host` is the host memory that the process of a device keeps meanwhile."""
+    """Memory plan of one device (on CPUs, of one process) of each group of devices. The key of a group consists of the
+    models and engines on it, such as "policy + generation". The `moments` of a plan are the phases of the run with
+    their bytes by kind: "training", "log-probs", "generation", "weight sync", and for every other model "<name>'s
+    training" and "<name>'s scores". A frozen model has only the phase of scores. `peak_moment` is the phase that needs
+    the most memory, and `peak` its bytes. `host` is the host memory of the device's process in the same phases."""
     cache_tokens: float | None
     """Number of tokens that fit into the key-value cache of an engine. None without engines."""
     shortfalls: Sequence[str]
-    """Descriptions of what does not fit, with sizes and with keys to change. Empty if everything fits."""
+    """Descriptions of what does not fit, with sizes and the keys to change. Empty if everything fits."""
 
 
 def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
@@ -171,7 +171,7 @@ def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
     Args:
         config: A checked configuration. Its models are folders, or hub models whose configuration this machine can load
             (`models.capacity.hub_configs.with_local_configs`).
-        device: Bytes of a device, see `device_bytes`. Engines take a share of it.
+        device: Bytes of a device (`device_bytes`). Engines use a share of it.
 
     Raises:
         ConfigError: A model's configuration cannot be read.
@@ -184,7 +184,7 @@ def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
 
 
 def warn_of_shortfalls(config: RunConfig, device: float, gpu_size: float | None, host_size: float | None) -> None:
-    """Log warnings: why a dry run would refuse the run, and use of host memory above a rank's share of the machine.
+    """Log the reasons for which a dry run would fail, and a use of host memory above a rank's share of the machine.
 
     Args:
         config: A checked configuration of a run on GPUs.
@@ -244,12 +244,12 @@ _LESS_ENGINE = (
 
 
 def rows_per_prompt(config: RunConfig) -> int:
-    """Return how many sequences of a batch begin with the same prompt."""
+    """Return how many sequences of a batch start with the same prompt."""
     return config.algorithm.num_generations_per_prompt if isinstance(config, RolloutMasterConfig) else 1
 
 
 def rows_per_sample(config: RunConfig) -> int:
-    """Return the rows of a batch that a sample takes: 2 for pairs of answers."""
+    """Return the number of batch rows per sample: 2 for pairs of answers."""
     pairs = isinstance(config, SupervisedMasterConfig) and config.section in ("dpo", "rm")
     return 1 + (pairs and getattr(config.algorithm, "preference_loss", "") != "kto")
 
@@ -289,7 +289,7 @@ class _Forecast:
         return _of_model(name, {kind: size for kind, size in _state(plan).items() if kind == "weights"})
 
     def phases(self, name: str, role: Role, num_ranks: int, config: RunConfig) -> MemoryPlan:
-        """Predict the phases of a model alone: its training, and its passes that only score."""
+        """Predict the phases of a single model: its training, and its forward passes for scores."""
         own = name == "policy"
         training, scores = ("training", "log-probs") if own else (f"{name}'s training", f"{name}'s scores")
         section, rows = role.section, _rows(config)
@@ -306,7 +306,7 @@ class _Forecast:
         return MemoryPlan({}, phases, {**plan.host, **self._staged(plan, config)}, plan.missing)
 
     def _staged(self, plan: MemoryPlan, config: RunConfig) -> Moment:
-        """Predict the copy of a trained model's state from which a checkpoint is written while training continues."""
+        """Predict the copy of a trained model's state from which a checkpoint is written in the background."""
         saves = isinstance(config, MasterConfig) and config.checkpointing.enabled and config.checkpointing.is_async
         if not (saves and self.cluster.uses_gpu):
             return {}
@@ -319,7 +319,7 @@ class _Forecast:
         return MemoryPlan({}, {"training": {}}, {}, unknown) if plan is None else plan
 
     def with_engines(self, name: str, policy: MemoryPlan) -> dict[str, MemoryPlan]:
-        """Add the engines: to the policy's devices if they share them, or else as a group of devices of their own."""
+        """Add the engines to the policy's devices if they share them, or else as a separate group of devices."""
         if self.policy.generation is None:
             return {name: policy}
         engine = self.engine()
@@ -337,7 +337,7 @@ class _Forecast:
         return {f"{name} + generation": MemoryPlan({}, moments, host, policy.missing)}
 
     def transfer(self) -> Moment:
-        """Predict the buffers of a weight sync: buckets, and the largest tensor, which usually is an embedding."""
+        """Predict the buffers of a weight sync: the buckets, and the largest tensor, which is usually an embedding."""
         generation, text = self.policy.sampling, self._model.get_text_config()
         whole = text.vocab_size * text.hidden_size * self._itemsize
         return {"whole tensor and buckets": whole + _SYNC_BUCKETS * generation.weight_sync.bucket_size_mb * 2.0**20}
@@ -364,11 +364,11 @@ class _Forecast:
         return self.device * settings.gpu_memory_utilization - self._engine.weights - self._engine.workspace
 
     def cache_tokens(self) -> float:
-        """Return the number of tokens that fit into the cache, negative if weights and workspace alone do not fit."""
+        """Return the number of tokens that fit into the cache. It is negative if weights and workspace do not fit."""
         return self._cache_bytes / self._engine.cache_per_token
 
     def engine(self) -> Moment:
-        """Predict the memory of an engine's rank while it generates, with the largest cache that it may have."""
+        """Predict the memory of an engine's rank during generation, with the largest allowed cache."""
         return {
             "engine's weights": self._engine.weights,
             "engine's workspace": self._engine.workspace,
@@ -377,12 +377,12 @@ class _Forecast:
 
 
 def _is_phase_of(name: str, phase: str) -> bool:
-    """Return whether a phase belongs to the named model. The policy's phases have other names."""
+    """Return whether a phase belongs to the named model. Phases of the policy have names without a model."""
     return phase in (f"{name}'s training", f"{name}'s scores")
 
 
 def _in_turns(plans: Mapping[str, MemoryPlan], idle: Mapping[str, Moment]) -> MemoryPlan:
-    """Join the phases of models that share devices. A model is idle in the phases of all other models."""
+    """Join the phases of models that share devices. In a model's phases, all other models are idle."""
     if len(plans) == 1:
         return next(iter(plans.values()))
     moments: dict[str, Moment] = {}
@@ -397,18 +397,18 @@ def _in_turns(plans: Mapping[str, MemoryPlan], idle: Mapping[str, Moment]) -> Me
 
 
 def _of_model(name: str, held: Moment) -> dict[str, float]:
-    """Return the bytes by kind, where each kind is preceded by the name of the model."""
+    """Return the bytes by kind, with the name of the model before each kind."""
     return {f"{name}'s {kind}": size for kind, size in held.items()}
 
 
 def _state(plan: MemoryPlan) -> dict[str, float]:
-    """Return weights and optimizer state, which are in host memory while a model other than the policy is idle."""
-    held = next(iter(plan.moments.values()))  # the training, if the model is trained
+    """Return weights and optimizer state. If the model is not the policy, they are in host memory while it is idle."""
+    held = next(iter(plan.moments.values()))  # the first phase is the training, if there is one
     return {kind: held[kind] for kind in _STAYING if kind in held}
 
 
 def _resting(shared: MemoryPlan) -> dict[str, float]:
-    """Return the bytes that the policy and models on its devices keep on them while engines work."""
+    """Return the bytes that the policy and models on its devices keep there while engines work."""
     return {
         kind: size
         for kind, size in shared.moments["training"].items()
@@ -417,7 +417,7 @@ def _resting(shared: MemoryPlan) -> dict[str, float]:
 
 
 def _held(plan: MemoryPlan) -> dict[str, float]:
-    """Return the memory that a rank holds in its peak phase."""
+    """Return the bytes of a rank in its peak phase."""
     return {**plan.stays, **plan.moments[plan.peak_moment]}
 
 

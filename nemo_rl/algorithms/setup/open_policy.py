@@ -1,7 +1,7 @@
 """Open a policy without a run, for notebooks, scripts and experiments with losses.
 
 The policy is a `models.policy.lm_policy.Policy` with defaults for one batch at a time. The policies of runs are started
-by `roles`. Invariant: everything that is started here ends with `shutdown`, the `with` block or the Python process.
+by `roles`. Invariant: all processes started here end with `shutdown`, the `with` block or the Python process.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 _OF_TOKENS = (LossInputType.LOGPROB, LossInputType.VALUE)
-"""Input types of losses with one number for each token."""
+"""Input types of losses whose input is one number per token."""
 
 
 class OpenPolicy(Policy):
-    """A model with its optimizer, in its own processes, as `open_policy` returns it.
+    """A model with its optimizer in separate processes, as `open_policy` returns it.
 
     Args:
         cluster: device and number of processes.
-        seed: seed of dropout and of the first values of adapters.
+        seed: seed of dropout and of the initial values of adapters.
     """
 
     def __init__(self, config: PolicyConfig, cluster: ClusterConfig, seed: int = 0) -> None:
@@ -69,7 +69,7 @@ class OpenPolicy(Policy):
         gbs: int | Sequence[int] | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
-        """Train as `Policy.train` does, with one update of the whole batch for `gbs=None`.
+        """Train as `Policy.train` does. If `gbs` is None, make one update with the whole batch.
 
         On the CPU, the loss is first called on one row in this process. A mistake in the loss then raises an error
         here, whereas an exception in a worker would end all workers.
@@ -111,7 +111,7 @@ def open_policy(
         device: "cpu", or "cuda" for GPUs. On the CPU the precision is float32 unless `precision` is given.
         learning_rate: Learning rate of AdamW without weight decay. If None, `optimizer` in `policy_keys` is used.
         ranks: Number of processes that share the model. On GPUs, each process uses one GPU.
-        seed: Seed of dropout and of the first values of adapters.
+        seed: Seed of dropout and of the initial values of adapters.
         policy_keys: Any other key of the `policy` section (docs/reference/configuration.md), sections as dicts;
             for example `dtensor_cfg={"lora_cfg": {"enabled": True}}`.
 
@@ -140,7 +140,7 @@ def try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> Any:
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:
-    """Check the number of GPUs as `config.check_device` does, but name the arguments of `open_policy` in the error."""
+    """Check the number of GPUs as `config.check_device` does. The error names the arguments of `open_policy`."""
     if not cluster.uses_gpu or cluster_address():
         return
     found = count_gpus()
@@ -158,11 +158,11 @@ def _policy_config(model_name: str, learning_rate: float | None, policy_keys: di
             "Leave the key out; for several updates of a batch call train(batch, loss_fn, gbs=...)."
         )
     if learning_rate is not None and "optimizer" in policy_keys:
-        raise ConfigError("Both learning_rate and optimizer are given; write the rate into optimizer['kwargs']['lr'].")
+        raise ConfigError("Both learning_rate and optimizer are given; set the rate only in optimizer['kwargs']['lr'].")
     values: dict[str, Any] = {"generation": None, **policy_keys}
     megatron = values.get("megatron_cfg")
     if learning_rate is not None and megatron is not None and megatron.get("enabled"):
-        raise ConfigError("learning_rate is of AdamW; with megatron_cfg give megatron_cfg['optimizer']['lr'].")
+        raise ConfigError("learning_rate is used by AdamW only; with megatron_cfg set megatron_cfg['optimizer']['lr'].")
     if learning_rate is not None:
         values["optimizer"] = {"name": "torch.optim.AdamW", "kwargs": {"lr": learning_rate, "weight_decay": 0.0}}
     return PolicyConfig.build(model_name=str(find_path(model_name) or model_name), **values)

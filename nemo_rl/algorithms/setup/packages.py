@@ -1,7 +1,7 @@
-"""Check, before Ray starts, that the optional packages are installed that a run's workers need.
+"""Check, before Ray starts, that the optional packages of a run's workers are installed.
 
 Workers may have other packages than this process if they run on an existing Ray cluster or with their own Python
-(`cluster.venvs`, the registry of actors). The packages of such workers are not checked. No package is imported.
+(`cluster.venvs`, the registry of actors). The packages of such workers are not checked. The checks import no package.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ _WORKERS = {
     "policy": "nemo_rl.models.policy.workers.rank.PolicyRank",
     "generation": "nemo_rl.models.generation.worker.GenerationWorker",
 }
-"""Actor classes of the workers that import packages of extras, by kind."""
+"""Actor classes of the workers that need optional packages, by kind of worker."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Need:
     """A package that workers import."""
 
     kind: str
-    """Kind of the workers, as in `cluster.venvs`."""
+    """Kind of worker, as in `cluster.venvs`."""
     extras: tuple[str, ...]
-    """Extras of this project that install the package. The first one is for the run's device."""
+    """Extras of this project that install the package. The first one is for the device of the run."""
     asked_by: str
-    """Configuration key that needs the package."""
+    """Configuration key that requires the package."""
     missing: str | None
-    """Description of what this process lacks. None if the package is installed."""
+    """Description of what is missing in this process. None if the package is installed."""
 
 
 def check_packages(config: RunConfig) -> None:
     """Check that the packages of the engines and of the training backends are installed.
 
     Raises:
-        ConfigError: A package is missing. The message has the command that installs it.
+        ConfigError: A package is missing. The message contains the command that installs it.
     """
     cluster, generation = config.cluster, config.policy.generation
     needs: list[Need] = []
@@ -65,7 +65,7 @@ def check_packages(config: RunConfig) -> None:
 
 
 def check_training_packages(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Check the packages of a policy without a run, as `check_packages` does."""
+    """Check the packages of a policy that is opened without a run, as `check_packages` does."""
     _refuse(list(_of_training(policy, cluster, "policy")), cluster)
 
 
@@ -97,7 +97,7 @@ def _of_training(policy: PolicyConfig, cluster: ClusterConfig, section: str) -> 
 
 
 def _check_fused_gradients(megatron: MegatronConfig, keys: str) -> None:
-    """Refuse fused gradients without APEX, which Megatron Core's own layers need if Transformer Engine is used."""
+    """Refuse fused gradients if APEX is missing. Megatron Core's own layers need APEX if Transformer Engine is used."""
     uses_engine = megatron.transformer_impl != "local" and _is_here("transformer_engine")
     if megatron.gradient_accumulation_fusion and uses_engine and not _is_here(FUSED_GRADIENTS):
         raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys=keys))
@@ -124,12 +124,12 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _has_own_python(kind: str, cluster: ClusterConfig) -> bool:
-    """Return whether the workers of this kind may have other packages than this process."""
+    """Return whether workers of this kind may have other packages than this process."""
     if cluster_address():
         return True
     if os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM", "0") == "1":
         return False
-    # Programs may have added entries; if the module is not imported, there are none.
+    # # Programs may have registered actors. If the module is not imported, there are none.
     registry = getattr(sys.modules.get(_REGISTRY), "ACTOR_ENVIRONMENT_REGISTRY", {})
     return kind in cluster.venvs or registry.get(_WORKERS.get(kind, ""), sys.executable) != sys.executable
 
@@ -141,7 +141,7 @@ def _lacking(needs: Sequence[Need], cluster: ClusterConfig) -> list[Need]:
 
 
 def _is_left_out(need: Need, venv: VenvConfig | None) -> bool:
-    """Return whether an environment that is made of extras only lacks all extras that install the package."""
+    """Return whether an environment that consists of extras lacks every extra that installs the package."""
     if venv is None or venv.extras is None or venv.packages or cluster_address():
         return False
     return not set(need.extras) & set(venv.extras)
@@ -154,7 +154,7 @@ def _refuse(needs: Sequence[Need], cluster: ClusterConfig, advice: str = "") -> 
     ways = []
     extras = dict.fromkeys(need.extras[0] for need in needs if not _has_own_python(need.kind, cluster))
     if any(not _has_own_python(need.kind, cluster) for need in lacking):
-        # The command names all extras of the run, because uv removes the packages of extras that are not named.
+        # # The command names all extras of the run, because uv removes the packages of extras that the command omits.
         named = " ".join(f"--extra {extra}" for extra in extras)
         ways.append(f"Start the run by the command that installs what it needs\n  uv run {named} {_command()}")
     described = []

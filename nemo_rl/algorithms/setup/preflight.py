@@ -20,7 +20,7 @@ from nemo_rl.config import (
 
 
 def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
-    """Check with each model's backend that the model can be divided over its ranks.
+    """Check with each model's training backend that the model can be divided over its ranks.
 
     Args:
         models: The models of the run, including the policy.
@@ -35,7 +35,7 @@ def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
 
 
 def check_added_models(config: MasterConfig, models: Mapping[str, Role]) -> None:
-    """Check the models that a program added. The models of the configuration were checked before.
+    """Check the models that a program added. Models of the configuration have already been checked.
 
     Raises:
         ConfigError: a key is wrong, or a model does not fit its mesh.
@@ -60,7 +60,7 @@ def check_reachable_models(config: RunConfig) -> None:
 
 
 def check_environments(config: RunConfig) -> None:
-    """Import the environments that the data names, and check their sections without a tokenizer and without data.
+    """Import the environments that the data names, and check their sections. Tokenizer and data are not needed.
 
     Raises:
         ConfigError: an environment or a key of its section cannot be used.
@@ -73,7 +73,7 @@ def check_environments(config: RunConfig) -> None:
 
 
 def check_agent_endpoint(config: RunConfig) -> str:
-    """Check that this machine can listen on the address on which programs of agents call the model.
+    """Check that this machine can listen on the address that programs of agents use to call the model.
 
     Returns:
         A description of the result.

@@ -30,7 +30,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 
 
 def place_models(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, RayVirtualCluster]:
-    """Reserve bundles for every model and for "generation". Models that share devices get the same object."""
+    """Reserve resource bundles for every model and for "generation". Models that share devices get the same object."""
     parts, groups = divide_cluster(cluster, models), sharing(models)
     places: dict[str, RayVirtualCluster] = {}
     for owner in (name for name in groups if name != "policy"):
@@ -49,12 +49,12 @@ def make_clusters(
     num_sharing: int = 0,
     apart_from: Sequence[RayVirtualCluster] = (),
 ) -> tuple[RayVirtualCluster, RayVirtualCluster]:
-    """Return the bundles for policy and generation. They are the same object if colocated or if nothing is sampled.
+    """Return the bundles for policy and generation. They are one object if both share devices or nothing is sampled.
 
     Args:
         policy: Section that says where generation runs.
         num_sharing: Number of further worker groups that will share the policy's bundles.
-        apart_from: Clusters whose machines policy and generation must not use.
+        apart_from: Clusters whose machines must not be used.
     """
     topology = plan_topology(cluster, policy)
     nodes, per_node = topology.policy_nodes, topology.policy_ranks_per_node
@@ -98,17 +98,17 @@ _RESTARTS_WITH_CHECKPOINTS = 3
 
 @dataclass(frozen=True)
 class RankStarter:
-    """Starts the ranks of models, with the weights of `model_name` or of a checkpoint."""
+    """Start ranks of models, with the weights of `model_name` or of a checkpoint."""
 
     cluster: ClusterConfig
     """Configuration with time limits and numbers of threads."""
     tokenizer: PreTrainedTokenizerBase
-    """Tokenizer that is saved with the weights."""
+    """Tokenizer to save with the weights."""
     seed: int
     resume_path: Path | None = None
-    """Step folder of a checkpoint. None starts from `section.model_name`."""
+    """Step folder of a checkpoint. If None, models start from `section.model_name`."""
     busy_engines: int = 0
-    """Number of engine workers on each machine that compute at the same time as the ranks."""
+    """Number of engine workers per machine that compute at the same time as the ranks."""
 
     def start(self, name: str, role: Role, where: RayVirtualCluster) -> Policy:
         """Start the ranks of a model on bundles, and block until they are ready."""
@@ -132,7 +132,7 @@ class RankStarter:
 
 
 def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the folders of a model's weights and optimizer in a checkpoint. An absent folder is None."""
+    """Return a model's weights and optimizer folders in a checkpoint. An absent folder is None."""
     saved = resume_path / name if resume_path and role.trains else None
     if saved is None or not saved.exists():
         return None, None  # `resume_check` has accepted a checkpoint without this model
@@ -140,10 +140,11 @@ def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path |
 
 
 def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[list[str]]:
-    """Return lists of models: the models of a list start at the same time, and the lists one after another.
+    """Return lists of models. The models of a list start at the same time; the lists start one after another.
 
-    Each list has one of the models that share GPUs. It leaves them before the next starts (`leave_devices`), because
-    all optimizers together need more memory than a step. The owner is last, because the policy's weights stay there.
+    Models that share GPUs are in different lists. Each leaves the GPUs before the next one starts (`leave_devices`),
+    because all optimizers together need more memory than a step. The owner is last, because the policy's weights stay
+    there.
     """
     if not cluster.uses_gpu:
         return [list(roles)]
@@ -152,7 +153,7 @@ def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[li
 
 
 def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Any]) -> None:
-    """Move the state of models that share GPUs to host memory. On a CPU, do nothing."""
+    """Move the state of models that share GPUs to host memory. This does nothing on CPUs."""
     groups = sharing(roles).values() if cluster.uses_gpu else ()
     for name in [name for group in groups if len(group) > 1 for name in group if name in models]:
         device_user(name, roles[name], models[name]).rest()
@@ -161,7 +162,7 @@ def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Map
 def start_models(
     cluster: ClusterConfig, roles: Mapping[str, Role], starts: Mapping[str, Callable[[], Any]], resources: ExitStack
 ) -> dict[str, Any]:
-    """Start the models of a run and the given engines, and block until they are ready."""
+    """Start the given engines and the models of a run, and block until all are ready."""
     first, *later = turns_of_start(cluster, roles)
     started: dict[str, Any] = {}
     for names in ([name for name in starts if name not in roles or name in first], *later):
@@ -177,14 +178,14 @@ def replace_ranks(
     lost: Collection[str],
     resume_path: Path | None,
 ) -> None:
-    """Replace the ranks of all trained models and of frozen models that lost ranks, and block until they are ready.
+    """Replace the ranks of trained models and of frozen models that lost ranks, and block until they are ready.
 
     Args:
-        resume_path: Step folder that trained models load. None loads their initial weights.
+        resume_path: Step folder that trained models load. If None, they load their initial weights.
     """
     ready = {name: models[name] for name, role in roles.items() if not (role.trains or name in lost)}
     for name in roles.keys() - ready.keys():
-        models[name].worker_group.end("it is being restarted")  # all of them, before the first needs their devices
+        models[name].worker_group.end("it is being restarted")  # end all before a new one needs their devices
     for turn in turns_of_start(cluster, roles):
         leave_devices(cluster, roles, ready)
         names = [name for name in turn if name not in ready]
@@ -203,18 +204,18 @@ def allowed_restarts(cluster: ClusterConfig, checkpointing: CheckpointingConfig)
 
 
 class Closable(Protocol):
-    """An object that holds processes."""
+    """Interface of an object that owns processes."""
 
     def shutdown(self) -> Any:
         """End the processes."""
 
 
 def start_together(starts: Mapping[str, Callable[[], Closable]], resources: ExitStack) -> dict[str, Any]:
-    """Start several workers in parallel, and block until all have started or failed.
+    """Start several groups of workers in parallel, and block until each has started or failed.
 
     Args:
-        starts: Functions that start them, by name.
-        resources: Ends what has started, in reverse order, also if another start fails.
+        starts: Functions that start the groups, by name.
+        resources: Stack that ends the started groups in reverse order, also if another start fails.
 
     Raises:
         Exception: The first failure. Its notes name the other failures.
@@ -243,11 +244,11 @@ def reserve(
     models: Mapping[str, Role],
     resources: ExitStack,
 ) -> None:
-    """Reserve all bundles of a run and compare their nodes, before the first worker starts.
+    """Reserve all bundles of a run, and compare their nodes before the first worker starts.
 
     Raises:
         ResourceInsufficientError: the cluster does not have the bundles.
-        ConfigError, DeadlineExceededError: see `node_checks.check_nodes`.
+        ConfigError, DeadlineExceededError: raised by `node_checks.check_nodes`.
     """
     different = list({id(cluster): cluster for cluster in clusters}.values())
     for cluster in different:
@@ -264,7 +265,7 @@ def _shared(checkpointing: CheckpointingConfig, models: Mapping[str, Role]) -> S
         folders |= {f"{name}.model_name": section.model_name, f"{name}.tokenizer.name": section.tokenizer.name}
     if not checkpointing.enabled:
         return Shared(folders)
-    # The path is absolute because workers may have another working directory. The folders of models are absolute
-    # already, because `load_config` makes them so.
+    # # Paths must be absolute, because workers may have another working directory. `load_config` has already made the
+    # folders of models absolute.
     saved = Path(checkpointing.checkpoint_dir).absolute()
     return Shared(folders, ("checkpointing.checkpoint_dir", str(saved)))

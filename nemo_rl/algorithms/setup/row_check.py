@@ -1,4 +1,4 @@
-"""Refuse rows that a model, the engine or the grader of a run does not accept, before Ray starts."""
+"""Refuse rows that a model, the engine or the grader of a run cannot process, before Ray starts."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
@@ -25,7 +25,7 @@ def check_rows(models: Sequence[PolicyConfig], data: RunData, *, sampled: bool) 
         sampled: Whether the policy's engines continue the rows.
 
     Raises:
-        ConfigError: A row is not accepted. The message names its kind of input, who does not accept it, and who does.
+        ConfigError: A row is not accepted. The message names its kind of input, and which models and engines accept it.
     """
     rows = list(chain.from_iterable(map(_first_inputs, _data_sets(data))))
     if not rows:
@@ -38,10 +38,10 @@ def check_rows(models: Sequence[PolicyConfig], data: RunData, *, sampled: bool) 
 
 
 def check_known_answers(config: RolloutMasterConfig, data: RunData, own: Collection[str] = ()) -> None:
-    """Check that each data set's known answers get a reward if they are graded as answers (`environments.truth_check`).
+    """Check that each data set's known answers get a reward when they are graded (`environments.truth_check`).
 
     Args:
-        own: Names of environments that the program has made. They are left out.
+        own: Names of environments that the program supplied. They are not checked.
 
     Raises:
         DataError: The answers of a data set never get a reward.
@@ -57,10 +57,10 @@ def check_known_answers(config: RolloutMasterConfig, data: RunData, own: Collect
 
 
 def check_row_fields(config: RolloutMasterConfig, data: RunData) -> None:
-    """Check that the first row of each data set has the fields that are passed to programs of agents.
+    """Check that the first row of each data set has the fields that programs of agents need.
 
     Raises:
-        ConfigError: Fields are missing. The message names them, and the fields that the row has.
+        ConfigError: Fields are missing. The message names the missing fields and the row's fields.
     """
     section = config.env.get("agent")
     if not isinstance(section, AgentEnvironmentConfig) or not section.row_fields:

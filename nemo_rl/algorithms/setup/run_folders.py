@@ -1,8 +1,8 @@
-"""Open the folders of a run: logs, checkpoints, and the checkpoint from which it resumes.
+"""Open the folders of a run for logs and checkpoints, and find the checkpoint from which it resumes.
 
 The folders are opened after configuration and data are accepted. The expected size of a checkpoint is the size of the
-one from which the run resumes, or the sum of the estimates of the trained models' backends. Invariant: a folder without
-space for the run's checkpoints, and a checkpoint from which the run cannot resume, are refused here, before Ray starts.
+checkpoint from which the run resumes. A new run uses the estimates of the trained models' backends. Invariant: before
+Ray starts, a folder without space and a checkpoint that does not fit the run are refused here.
 """
 
 import logging
@@ -35,23 +35,23 @@ class RunFolders:
     log_dir: Path
     """Log folder of the run, `exp_NNN`."""
     checkpoints: CheckpointManager | None
-    """Folder of the checkpoints. None if checkpointing is off."""
+    """Manager of the checkpoint folder. None if checkpointing is off."""
     resume_path: Path | None
-    """Step folder of the newest checkpoint. None starts a new run."""
+    """Step folder of the newest checkpoint. None for a new run."""
     record_end: EndOfRun
-    """Function that adds the end of the run to its record, see `run_record.record_run`."""
+    """Function that adds the run's end to its record (`run_record.record_run`)."""
     position: Mapping[str, Any] | None = None
     """Position in the data that the checkpoint `resume_path` stores."""
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the newest undamaged checkpoint, which this run may have written, or None if there is none."""
+        """Return the newest undamaged checkpoint, which may be from this run, or None if there is none."""
         return None if self.checkpoints is None else self.checkpoints.find_resumable()
 
     def check_position(self, data: Prompts) -> None:
-        """Check that the checkpoint's position in the data fits this data. The session moves to the position later.
+        """Check that the checkpoint's data position is valid for this data. The session moves to the position later.
 
         Raises:
-            DataError: It is a position in other data.
+            DataError: The position belongs to other data.
         """
         if self.position is not None:
             data.check_position(dict(self.position))
@@ -60,7 +60,7 @@ class RunFolders:
 def open_folders(
     config: MasterConfig, models: Mapping[str, Role], rows: MixedDataset, resources: ExitStack
 ) -> RunFolders:
-    """Lock the checkpoint folder, look for a checkpoint, make the log folder and store the configuration in it.
+    """Lock the checkpoint folder, find a checkpoint, make the log folder, and store the configuration in it.
 
     Args:
         resources: unlocks the checkpoint folder at the end, and records how the run ended.
@@ -88,7 +88,7 @@ def open_folders(
 
 
 def checkpoint_sizes(models: Mapping[str, Role], checkpointing: CheckpointingConfig) -> dict[str, int] | None:
-    """Estimate the bytes of each trained model in a checkpoint, by name, or None if a backend has no estimate."""
+    """Estimate the size in bytes of each trained model in a checkpoint. Return None if a backend has no estimate."""
     sizes = {
         name: training_backend(role.section).checkpoint_bytes(role.section, checkpointing)
         for name, role in trained(models).items()
@@ -119,14 +119,14 @@ def check_space(
 
 
 def _written_bytes(models: Mapping[str, Role], path: Path | None) -> int | None:
-    """Return the bytes of a checkpoint folder, or None if there is none or it lacks a trained model."""
+    """Return the size of a checkpoint folder in bytes, or None if it is missing or lacks a trained model."""
     if path is None or not all((path / name).exists() for name in trained(models)):
         return None
     return manifest_bytes(path)
 
 
 def require_space(checkpointing: CheckpointingConfig, one: int, present: int) -> None:
-    """Refuse a disk without space for a checkpoint of `one` bytes, and warn if later checkpoints will not fit.
+    """Raise an error if a checkpoint of `one` bytes does not fit. Warn if later checkpoints will not fit.
 
     Raises:
         CheckpointError: There is no space for the next checkpoint.
@@ -136,7 +136,7 @@ def require_space(checkpointing: CheckpointingConfig, one: int, present: int) ->
     sizes = f"a checkpoint takes about {readable_bytes(one)}, {readable_bytes(free)} are free"
     if free < one:
         raise CheckpointError(
-            f"no space for a checkpoint in {folder}: {sizes}. Free some, choose another "
+            f"no space for a checkpoint in {folder}: {sizes}. Free space, choose another "
             "checkpointing.checkpoint_dir, or set checkpointing.save_optimizer=false (a third of the size, but a "
             "resumed run starts the optimizer again)."
         )
@@ -149,5 +149,5 @@ def require_space(checkpointing: CheckpointingConfig, one: int, present: int) ->
 
 
 def checkpoints_at_once(checkpointing: CheckpointingConfig) -> int:
-    """Return the largest number of checkpoints on the disk: the best, the newest, and the one being written."""
+    """Return the largest number of checkpoints on the disk at once: best, newest, and the one being written."""
     return 2 if checkpointing.keep_top_k is None else checkpointing.keep_top_k + 2

@@ -1,4 +1,4 @@
-"""Record in a run's log folder how it was started, and how it ended.
+"""Record the start and the end of a run in its log folder.
 
 `run.json` has `command`, `version`, `host`, `pid`, `started` and `status`. The status is "running", and at the end
 "finished", "interrupted" or "failed", with `ended` and the `error`. If a run is killed, the status stays "running",
@@ -32,7 +32,7 @@ type EndOfRun = Callable[[type[BaseException] | None, BaseException | None, Trac
 
 
 def record_run(log_dir: Path, config: MasterConfig, resources: ExitStack) -> EndOfRun:
-    """Write the record of a run that starts, and add its end when `resources` are closed.
+    """Write the record of a run at its start, and add its end when `resources` are closed.
 
     Args:
         log_dir: the run's folder.
@@ -40,7 +40,7 @@ def record_run(log_dir: Path, config: MasterConfig, resources: ExitStack) -> End
         resources: closed at the end of the run, with the exception that ends it.
 
     Returns:
-        Function that adds the end. It is to be pushed on `resources` last, so that it sees the exception of the run
+        Function that adds the end. Push it on `resources` last, so that it gets the exception of the run
         before anything is shut down. Calls after the first have no effect.
     """
     record: dict[str, Any] = {
@@ -74,7 +74,7 @@ def record_run(log_dir: Path, config: MasterConfig, resources: ExitStack) -> End
 
 
 def start_of_process(pid: int) -> int | None:
-    """Return the start time of a process in ticks after the machine's, or None if it does not run or cannot be read."""
+    """Return the start time of a process in ticks since the machine's start, or None if it cannot be read."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Account for the time between the start of the program and the first step.
+"""Measure the phases of the time between the start of the program and the first step.
 
     StartBudget(started_at) ─► phase("Ray"), phase("workers") ... ─► add_workers(name, group.start_phases) ─► log
 
@@ -25,11 +25,11 @@ _MOST_SHOWN = 3
 """Number of phases that the console shows."""
 _WORTH_SHOWING_S = 0.1
 _FIRST_WAIT_S, _LATER_WAITS_S = 3.0, 15.0
-"""Seconds after which the console says that a phase has not ended, for the first time and after that."""
+"""Seconds after which the console reports a phase that has not ended, for the first time and after that."""
 
 
 class StartBudget:
-    """Measures the seconds of each phase of a start.
+    """Measure the seconds of each phase of a start.
 
     Args:
         started_at: Value of `time.perf_counter()` at process start, or 0 to count from now.
@@ -43,7 +43,7 @@ class StartBudget:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a phase, which follows the phase before it. Log a line if it takes more than a few seconds."""
+        """Measure a phase, which begins when the previous one ends. Log a line if it takes more than a few seconds."""
         began = time.perf_counter()
         waiting = _Waiting(name)
         waiting.start()
@@ -63,7 +63,7 @@ class StartBudget:
         self._workers += [(f"{name}: {phase.name}", phase) for phase in phases]
 
     def log(self, metrics: Logger) -> None:
-        """Log the time of the start, a table of phases in the run's log file, and metrics `timing/start/<phase>`."""
+        """Log the time of the start, a table of its phases in the log file, and metrics `timing/start/<phase>`."""
         total = time.perf_counter() - self._started_at
         phases = self._phases | {_REST: max(total - sum(self._phases.values()), 0.0)}
         lines = [_line(name, seconds, total) for name, seconds in phases.items()]
@@ -85,7 +85,7 @@ class StartBudget:
 
 
 class _Waiting(threading.Thread):
-    """Logs that a phase of the start still goes on."""
+    """Thread that logs that a phase of the start has not ended."""
 
     def __init__(self, phase: str) -> None:
         super().__init__(name="start-budget", daemon=True)

@@ -1,4 +1,4 @@
-"""Parts of a run that a program passes to `setup` in place of the configured parts.
+"""Use parts of a run that a program passes to `setup` instead of the configured parts.
 
 Each part is optional and replaces the configured part in the algorithm's `recipe`, so the configured part is not
 loaded. Invariant: a configuration that a program made is checked like one from a file, before anything starts.
@@ -29,29 +29,29 @@ from nemo_rl.utils.logging_setup import show_messages
 
 @dataclass(frozen=True)
 class UserParts:
-    """User-supplied parts of a run. For a part that is None or missing, the configured part is used."""
+    """User-supplied parts of a run. If a part is None, the configured part is used."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     """Tokenizer of all models and of the data."""
     dataset: Any = None
-    """Training rows, see `data.datasets.user_data.given_data`."""
+    """Training rows, in a form that `data.datasets.user_data.given_data` accepts."""
     val_dataset: Any = None
-    """Validation rows. Without `dataset`, they are used with the configured training rows."""
+    """Validation rows. They can be given without `dataset`, together with configured training rows."""
     environments: Mapping[str, Any] = field(default_factory=dict)
-    """Environments by task name, see `environments.user_environments.environment_of`. A mapping in place of an
-    environment is used as its section of `env`."""
+    """Environments by task name, as `environments.user_environments.environment_of` accepts them. A mapping instead of
+    an environment is used as its section of `env`."""
     loss_fn: Any = None
     """Loss of the policy."""
 
     @property
     def running_environments(self) -> dict[str, Any]:
-        """Environments that are objects or classes, not only sections of `env`."""
+        """Return the environments that are objects or classes. Mappings, which are sections of `env`, are left out."""
         return {name: given for name, given in self.environments.items() if not _is_section(given)}
 
     def checked[Config: MasterConfig](
         self, given: Config | Mapping[str, Any] | DictConfig, schema: type[Config]
     ) -> Config:
-        """Return the checked configuration of the run, whose start shows its messages from now on.
+        """Return the checked configuration of the run, and show its start messages on the console.
 
         Args:
             given: an object of `schema`, or the content of a configuration file as a dict or OmegaConf config.
@@ -76,7 +76,7 @@ class UserParts:
         return config
 
     def tokenizer_of(self, policy: PolicyConfig) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of the run, which has a padding token."""
+        """Return the tokenizer of the run, with a padding token."""
         if self.tokenizer is None:
             return get_tokenizer(policy.tokenizer)
         ensure_pad_token(self.tokenizer, policy.tokenizer.name)
@@ -109,10 +109,10 @@ class UserParts:
         return given_data(configured.train, self.val_dataset, config.data, sampled=sampled)
 
     def loss[Loss](self, configured: Loss, section: NamedPartConfig, rows_per_sample: int = 1) -> Loss:
-        """Return the caller's loss, or else the class that `loss_fn.name` names, or else the built-in `configured`.
+        """Return the caller's loss, the class that `loss_fn.name` names, or the built-in loss `configured`.
 
         Args:
-            rows_per_sample: Consecutive rows that a user's loss needs in one microbatch, if it has no `rows_per_unit`.
+            rows_per_sample: Consecutive rows that share a microbatch, for a user's loss without `rows_per_unit`.
 
         Raises:
             ConfigError: `loss_fn.name` or `loss_fn.kwargs` cannot be used.
@@ -134,7 +134,7 @@ _TRIAL_TOKENS = 8
 
 
 def _try_loss(loss_fn: Any, name: str) -> None:
-    """Call a user's loss on made-up rows, so that a mistake in it ends the run before anything starts.
+    """Call a user's loss on made-up rows, so that its mistakes are found before anything starts.
 
     Losses of logits are not called, because the shape of logits depends on the model.
     """
@@ -159,7 +159,7 @@ def _try_loss(loss_fn: Any, name: str) -> None:
 
 
 def _made_up_rows(num_rows: int) -> BatchedDataDict[Any]:
-    """Return rows with the keys that the algorithms give to losses."""
+    """Return rows with the keys that algorithms pass to losses."""
     tokens = torch.ones(num_rows, _TRIAL_TOKENS)
     per_token = ("advantages", "returns", "values", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
     return BatchedDataDict(

@@ -1,7 +1,7 @@
-"""Checks that an engine keeps the contract of `generation.interfaces.Engine`, with one function for each property.
+"""Check that an engine keeps the contract of `generation.interfaces.Engine`, with one function for each property.
 
 `check_engine` runs the whole suite in a process of its own and returns a table; `check_property` runs one property on
-an engine of the caller. `python -m nemo_rl.commands.conformance --help` is the same as a command.
+an engine of the caller. `python -m nemo_rl.commands.conformance` is the command line for it.
 """
 
 from nemo_rl.commands.conformance.case import Case, ContractError, NotOffered

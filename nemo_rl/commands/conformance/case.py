@@ -1,4 +1,4 @@
-"""Defines the case of a check (model, prompts and tolerance), and the calls of an engine that several checks make."""
+"""Define the case of a check (model, prompts and tolerance), and engine calls that several checks share."""
 
 import asyncio
 import itertools
@@ -41,7 +41,7 @@ def model_of(folder: str, seed: int) -> PreTrainedModel:
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model by their names in checkpoints, tied ones once, as a weight sync sends them."""
+    """Return the tensors of a model by their names in checkpoints, tied tensors once, like a weight sync."""
     persistent = model.state_dict()
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     named |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -67,7 +67,7 @@ def distribution(
 
     Args:
         sampling: temperature, then the tokens that top-k and then top-p keep.
-        banned: returns the tokens that may not follow the written ones.
+        banned: function that returns the tokens that may not follow the sampled ones.
     """
     logits = logits_of(model, prompt, response)
     for position in range(len(response)):
@@ -91,7 +91,7 @@ def logprobs_of(
     sampling: SamplingParams,
     banned: Banned = lambda written: (),
 ) -> torch.Tensor:
-    """Return the float64 log-probability `[response length]` of each token of a response (see `distribution`)."""
+    """Return the float64 log-probability `[response length]` of each token of a response (from `distribution`)."""
     ids = torch.tensor(list(response), dtype=torch.long)
     return distribution(model, prompt, response, sampling, banned).gather(1, ids[:, None])[:, 0]
 
@@ -100,36 +100,36 @@ LONG = 90
 """Length in tokens of responses that must still be running when another call reaches the engine."""
 _TENSORS_AT_A_TIME = 4
 _FRACTIONS = (0.4, 0.2, 0.6, 0.1, 0.8)
-"""Shares of a response's time after which `midway` acts, tried in order until the response is still running."""
+"""Shares of a response's time after which `midway` calls `act`, tried in order until the response is still running."""
 _LOWEST_IDS, _NUM_IDS = 20, 200
 """Lowest token id of the prompts, and number of ids that they use; these are ordinary tokens in every tokenizer."""
 
 
 class ContractError(NemoRLError, AssertionError):
-    """An engine breaks its contract, and the message says what was demanded and what came."""
+    """Raised if an engine breaks its contract. The message has the required and the actual behaviour."""
 
 
 class NotOffered(NemoRLError):  # noqa: N818
-    """An engine lacks the optional part of the contract that the message names."""
+    """Raised if an engine lacks the optional part of the contract that the message names."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The model that an engine under test serves, and how exactly it must agree with the reference."""
+    """Model that an engine under test serves, and the tolerance of the comparison with the reference."""
 
     folder: str
     """Local folder of the model and its tokenizer; version 0 of the weights is its content."""
     tolerance: float = 1e-4
     """Largest difference of a log-probability from the reference in float32."""
     max_model_len: int = 256
-    """Context limit with which the engine was made."""
+    """Context limit of the engine."""
     deadline_s: float = 60.0
     """Seconds within which every call must end."""
     exempt: Mapping[str, str] = field(default_factory=dict)
-    """Properties that the engine does not promise, each with the reason."""
+    """Properties that the engine does not provide, each with the reason."""
     kill: Callable[[], None] | None = None
-    """Ends the process of an engine that computes outside the caller's process. Without this function, weights that are
-    not finite are used to break the engine."""
+    """Function that ends the process of an engine that computes outside the caller's process. Without this function,
+    weights that are not finite are used to break the engine."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -145,7 +145,7 @@ class Case:
 
     @cached_property
     def prompts(self) -> list[list[int]]:
-        """Prompts of very different lengths, of which the last fills more than half of the context."""
+        """Prompts of very different lengths. The last one fills more than half of the context."""
         lengths = (3, 12, 1, 30, 7, self.max_model_len * 5 // 8)
         return [[_LOWEST_IDS + (11 * i + 7 * n) % _NUM_IDS for n in range(length)] for i, length in enumerate(lengths)]
 
@@ -157,7 +157,7 @@ class Case:
         """Compare log-probabilities with the reference's log-probabilities.
 
         Raises:
-            ContractError: a token has no probability in the reference, or not the reported log-probability.
+            ContractError: the reference gives a token no probability, or another log-probability.
         """
         tokens = result.token_ids.tolist()
         expected = logprobs_of(model, request.prompt_token_ids, tokens, request.sampling)
@@ -181,7 +181,7 @@ def require(holds: bool, violated: str) -> None:
 
 
 def ask(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> GenerationRequest:
-    """Make a request for 12 tokens, unless `sampling` sets another number."""
+    """Request 12 tokens from an engine, unless `sampling` sets another number."""
     return GenerationRequest(list(prompt), SamplingParams(**{"max_new_tokens": 12} | sampling), seed)
 
 
@@ -228,7 +228,7 @@ def well_formed(result: GenerationResult) -> GenerationResult:
     """Return a result if it has a valid form.
 
     Raises:
-        ContractError: it is no valid result, whatever its tokens are.
+        ContractError: the result is not valid, whatever its tokens are.
     """
     kinds = (result.token_ids.dtype, result.logprobs.dtype)
     require(kinds == (np.int32, np.float32), f"token_ids and logprobs are {kinds}, and must be int32 and float32")

@@ -1,4 +1,4 @@
-"""Checks the properties of engines: what is sampled, how a response ends, new weights, sleep and failure."""
+"""Check the properties of engines: sampling, the end of responses, new weights, sleep and failure."""
 
 import asyncio
 import itertools
@@ -42,13 +42,13 @@ from nemo_rl.utils.errors import GenerationError, NemoRLError
 
 _SAMPLES = 400
 _EXPECTED = 5.0
-"""Expected count from which on a token has a bin of its own in the chi-square statistic."""
+"""Expected count above which a token has its own bin in the chi-square statistic."""
 _QUANTILE = 4.0
 """Limit of the chi-square statistic, in standard deviations; a correct engine exceeds it with probability 3e-5."""
 
 
 async def greedy(engine: Engine, case: Case) -> None:
-    """At temperature 0 the most likely token is taken, and its log-probability is the model's."""
+    """At temperature 0 the most likely token is sampled, with the log-probability of the model."""
     requests = [ask(prompt, temperature=0.0) for prompt in case.prompts]
     for request, result in zip(requests, await answers_of(engine, requests), strict=True):
         tokens = result.token_ids.tolist()
@@ -97,7 +97,7 @@ async def samples(engine: Engine, case: Case) -> None:
 
 
 async def seeds(engine: Engine, case: Case) -> None:
-    """A seed alone fixes a response, whatever else runs and in which order, and other seeds give other responses."""
+    """A seed determines a response, independent of other requests and their order. Other seeds give other responses."""
     crowd = [ask(prompt, seed=100 + n) for n, prompt in enumerate([*case.prompts, *case.prompts])]
     together = await answers_of(engine, crowd)
     backwards = (await answers_of(engine, crowd[::-1]))[::-1]
@@ -160,7 +160,7 @@ async def stops(engine: Engine, case: Case) -> None:
 
 
 def _stops(case: Case, tokens: list[int]) -> Iterator[tuple[dict[str, tuple[int | str, ...]], int]]:
-    """Yield stops that a response meets before its end, and how many of its tokens remain.
+    """Yield stops that occur before a response's end, and the number of its tokens up to the stop.
 
     The end of sequence is among the stop tokens of every run, and some servers add it to the stop tokens of a request.
     """
@@ -221,7 +221,7 @@ def _long(case: Case, prompts: Sequence[int] = (0, 3)) -> list[GenerationRequest
 
 
 async def aborts(engine: Engine, case: Case) -> None:
-    """An abort ends only its own request, which keeps its tokens so far, and ignores unknown ids."""
+    """An abort ends only its own request, which keeps the tokens sampled so far. Unknown ids are ignored."""
     requests = _long(case)
     complete = await answers_of(engine, requests)
 
@@ -280,7 +280,7 @@ async def update(engine: Engine, case: Case) -> None:
 
 
 async def update_in_flight(engine: Engine, case: Case) -> None:
-    """Running responses go on with new weights, and each token has the version and log-probability of its weights."""
+    """Running responses continue with new weights. Each token has the version and log-probability of its weights."""
     old, new = case.model(1), case.model(2)
     requests = [
         ask(case.prompts[n], seed=n, max_new_tokens=LONG if n < 5 else 60, temperature=float(n % 2)) for n in (0, 3, 5)
@@ -350,7 +350,7 @@ async def same_version(engine: Engine, case: Case) -> None:
 
 
 async def interrupted_update(engine: Engine, case: Case) -> None:
-    """An update that was interrupted can be started again, and leaves nothing of its weights."""
+    """An interrupted update can be started again, and leaves none of its weights in the engine."""
     for most in (1, len(tensors_of(case.model(1))) // 2):
         await load(engine, case.model(1), 31, most=most)
         await load(engine, case.model(2), 32)
@@ -393,7 +393,7 @@ async def sleep(engine: Engine, case: Case) -> None:
 
 
 async def death(engine: Engine, case: Case) -> None:
-    """An engine that breaks ends running and later calls with an error of the library, and leaves no call hanging."""
+    """A broken engine ends running and later calls with an error of the library, and leaves no call without an end."""
     requests = [ask(case.prompts[n], seed=n, max_new_tokens=LONG) for n in (0, 3)]
     _, running = start(engine, requests)
     await asyncio.sleep(0.05)

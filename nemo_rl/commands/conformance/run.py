@@ -1,4 +1,4 @@
-"""Runs the suite on an engine of the caller, or on one that is built in a process of its own, and makes a table.
+"""Run the suite on an engine of the caller, or on one that is built in its own process, and make a table.
 
 Invariant: no check hangs, because each property has a deadline, and so has the process.
 """
@@ -62,7 +62,7 @@ PROPERTIES: Mapping[str, Property] = {
         death,
     )
 }
-"""The properties by name. `death` breaks the engine, so it is the last one."""
+"""Properties by name. `death` breaks the engine, so it is the last one."""
 
 _START_S = 300.0
 _END_S = 20.0
@@ -70,7 +70,7 @@ _END_S = 20.0
 
 @dataclass
 class Report:
-    """The findings about an engine."""
+    """Findings about an engine."""
 
     backend: str
     """Name of the engine."""
@@ -79,7 +79,7 @@ class Report:
     not_promised: dict[str, str] = field(default_factory=dict)
     """Reason why the engine does not offer a property, by property."""
     holding: list[str] = field(default_factory=list)
-    """Properties that hold."""
+    """Names of the properties that hold."""
 
     def outcome(self, name: str) -> str:
         """Return the text of the table for a property."""
@@ -92,7 +92,7 @@ async def check_property(engine: Engine, case: Case, name: str) -> None:
     """Check one property of an engine that serves the model of a case.
 
     Args:
-        engine: the engine; it has the weights of the case's folder, and has them again afterwards.
+        engine: the engine, which has the weights of the case's folder before and after the check.
         case: the model and the tolerance.
         name: a key of `PROPERTIES`.
 

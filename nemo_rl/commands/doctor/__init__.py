@@ -1,4 +1,4 @@
-"""Implements `nemo_rl doctor`, which finds problems of this machine, cluster or configuration before a run starts.
+"""Implement `nemo_rl doctor`, which finds problems of this machine, cluster or configuration before a run starts.
 
     command     command line: configuration, cluster, nodes, run, report
     nodes       checks of one machine (versions, GPUs, shared memory, ports ...), here or on each node of a cluster

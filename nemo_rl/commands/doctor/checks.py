@@ -1,4 +1,4 @@
-"""Defines a check and its result."""
+"""Define a check and its result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,9 +23,9 @@ class Finding:
     status: Status
     """Result of the check."""
     found: str
-    """The text of the finding."""
+    """Text of the finding."""
     advice: str = ""
-    """The remedy; empty if nothing needs to be done."""
+    """Advice how to fix the problem, or empty if nothing needs to be done."""
     details: str = ""
     """Further lines for people, shown below the table."""
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Finding:
     check: str = ""
     """Name of the check, set by the runner."""
     node: str = ""
-    """Address of the machine; empty for this one."""
+    """Address of the machine, or empty for this one."""
 
 
 def ok(found: str, **more: str | Mapping[str, float]) -> Finding:
@@ -53,7 +53,7 @@ class Check[Given]:
     name: str
     """Name in the report."""
     look: Callable[[Given], Finding]
-    """Inspects its argument and returns a finding; may raise any error."""
+    """Function that inspects its argument and returns a finding. It may raise any error."""
     deadline_s: float = 30.0
     """Seconds after which the check has failed."""
     needs: tuple[str, ...] = ()
@@ -65,16 +65,16 @@ class NodeRequest:
     """A run's requirements of one machine, as plain values that can be sent to the nodes of a cluster."""
 
     uses_gpu: bool | None = None
-    """Whether each rank has a GPU; None without a configuration."""
+    """Whether each rank has a GPU, or None without a configuration."""
     gpus: int | None = None
-    """Number of GPUs on this machine according to Ray; None if Ray is not running yet."""
+    """Number of GPUs on this machine according to Ray, or None if Ray is not running yet."""
     ranks: int | None = None
-    """Processes that exchange tensors here; None: one per GPU, or two."""
+    """Number of processes that exchange tensors here, or None for one per GPU (two without GPUs)."""
     ports: tuple[int | None, int | None] = (
         ClusterConfig.model_fields["master_port_range_low"].default,
         ClusterConfig.model_fields["master_port_range_high"].default,
     )
-    """Lowest and highest port for the stores of groups; None lets the operating system choose."""
+    """Lowest and highest port for the stores of groups, or None to let the operating system choose."""
     port_count: int = 1
     """Number of these ports that the run needs."""
     address: str = "127.0.0.1"
@@ -82,11 +82,11 @@ class NodeRequest:
     starts_ray: bool = True
     """Whether a run starts its own Ray here."""
     engine: str | None = None
-    """`policy.generation.backend`; None without sampling, or without a configuration."""
+    """`policy.generation.backend`, or None without sampling or without a configuration."""
     needs_megatron: bool = False
     """Whether a model trains with Megatron Core."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Packages of the machine that starts the run, by name; empty on that machine."""
+    """Packages of the machine that starts the run, by name. Empty on that machine."""
 
 
 def node_request(config: RunConfig | None, *, starts_ray: bool) -> NodeRequest:

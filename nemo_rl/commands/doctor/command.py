@@ -1,4 +1,4 @@
-"""Defines the command line of `nemo_rl doctor`.
+"""Define the command line of `nemo_rl doctor`.
 
 The module imports little, so that the help appears immediately. Invariant: the exit status is 0 only without a failure,
 1 with one, 2 if the command line is wrong, and 128 plus its number after a signal.

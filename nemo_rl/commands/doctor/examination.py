@@ -1,4 +1,4 @@
-"""Runs all checks in order: configuration, cluster, machines, run."""
+"""Run all checks in order: configuration, cluster, machines, run."""
 
 import argparse
 import sys
@@ -66,7 +66,7 @@ def _configuration(arguments: argparse.Namespace) -> tuple[RunConfig | None, lis
 
 
 def _join(address: str) -> Finding:
-    # This import loads Ray, which the checks of this machine alone do not need.
+    # This import loads Ray, which is not needed if only this machine is checked.
     from nemo_rl.commands.doctor.cluster import check_cluster
 
     return check_cluster(address)

@@ -1,4 +1,4 @@
-"""Checks one machine: its limits (shared memory, open files, temporary files, memory, ports), its processor, its GPUs.
+"""Check one machine: its limits (shared memory, open files, temporary files, memory, ports), its processor, its GPUs.
 
 GPUs are checked with `nvidia-smi`, without making a CUDA context or importing torch.
 """
@@ -152,14 +152,14 @@ _RAY_FULL = 0.95
 """Share of a disk in use above which Ray does not spill objects to it."""
 _LEAST_TEMPORARY_BYTES = 1 << 30
 _RAY_FILES, _FEW_FILES = 65536, 4096
-"""Limits of open files: the one to which Ray raises its own, and the one below which it warns."""
+"""Limits of open files: the limit that Ray sets for itself, and the limit below which Ray warns."""
 _LEAST_FILES = 1024
 RAY_PORT = 6379
 """Default port of `ray start --head`."""
 
 
 def check_shared_memory(request: NodeRequest) -> Finding:
-    """Compare the free part of /dev/shm with Ray's object store and other users of shared memory.
+    """Compare the free part of /dev/shm with the needs of Ray's object store and other users of shared memory.
 
     Weights do not count: their transport maps unnamed memory files (`weight_sync.transport`), which are limited
     only by the machine's memory. If the object store does not fit into shared memory, Ray starts with it on the disk.
@@ -220,7 +220,7 @@ def check_open_files(request: NodeRequest) -> Finding:
 
 
 def check_ray_start(request: NodeRequest) -> Finding:
-    """Find reasons why a run's own Ray cannot start: too long socket paths, no loopback, unwritable folders."""
+    """Find reasons why Ray cannot start for a run: too long socket paths, no loopback, unwritable folders."""
     if not request.starts_ray:
         return skipped("the run joins a running Ray")
     fault = start_fault()

@@ -1,4 +1,4 @@
-"""Lists the checks of one machine, which run here or in one Ray task per node of a cluster."""
+"""List the checks of one machine, which run here or in one Ray task per node of a cluster."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ _ADVICE = (
 
 
 def check_exchange(request: NodeRequest, num_gpus: int) -> Finding:
-    """Start as many ranks as the run will have on this machine and let them sum a tensor.
+    """Start as many ranks as the run will have on this machine, and sum a tensor over them.
 
     Args:
         request: the run's requirements of this machine.

@@ -1,4 +1,4 @@
-"""Writes findings as a table or as JSON."""
+"""Write findings as a table or as JSON."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _FILE_WIDTH = 160
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """Return 0 without a failure, else 1."""
+    """Return 0 without a failure, or else 1."""
     return int(any(finding.status is Status.FAILED for finding in findings))
 
 

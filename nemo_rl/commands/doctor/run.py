@@ -1,6 +1,6 @@
-"""Checks a configuration with the checks that the run itself makes at its start (`launch.checks`), and with two more.
+"""Check a configuration with the checks of a run's start (`launch.checks`), and with two more.
 
-Invariant: the run refuses whatever fails here, with the same message; checks write no files.
+Invariant: a run refuses everything that fails here, with the same message. Checks write no files.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Runs checks one after the other, each with a deadline, and turns their errors into findings.
+"""Run checks one after the other, each with a deadline, and turns their errors into findings.
 
 Invariant: a failed check skips only those checks that need it.
 """
@@ -29,7 +29,7 @@ def perform[Given](
     Args:
         given: argument of each check.
         before: findings of earlier checks, on which these may depend.
-        tell: called with the name of each check before it starts.
+        tell: function that is called with the name of each check before it starts.
     """
     failed = {finding.check for finding in before if finding.status is Status.FAILED}
     findings: list[Finding] = []
@@ -64,7 +64,7 @@ def refusal(error: BaseException, advice: str = "") -> Finding:
 
 
 def as_the_run_says(call: Callable[[], Passed], advice: str = "") -> Finding:
-    """Make, in this process, a check that a run makes at its start.
+    """Make a check of a run's start in this process.
 
     Args:
         call: the run's own check.
@@ -88,5 +88,5 @@ def as_the_run_says(call: Callable[[], Passed], advice: str = "") -> Finding:
 
 
 def smallest(findings: Iterable[Finding], number: str) -> float | None:
-    """Return the smallest value of a number that several machines measured, or None if no machine did."""
+    """Return the smallest value of a number that machines measured, or None if no machine measured it."""
     return min((f.numbers[number] for f in findings if number in f.numbers), default=None)

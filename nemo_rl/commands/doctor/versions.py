@@ -1,4 +1,4 @@
-"""Checks installed packages against the library's pins, against each other, and against the driver's machine.
+"""Check installed packages against the library's pins, against each other, and against the driver's machine.
 
 All versions are read from the packages' metadata; no package is imported. Invariant: a wrong version of a package that
 the configuration does not use is only a warning.

@@ -1,7 +1,7 @@
-"""Defines the command line of `nemo_rl regrade`.
+"""Define the command line of `nemo_rl regrade`.
 
 The module imports little, so that the help appears immediately. Invariant: files of a run are only read; the exit
-status is 0 if every sample was looked at, whether or not a reward changed.
+status is 0 if every sample was graded, whether or not a reward changed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Plays stored samples again with an environment: the turns are the stored ones, and the rewards are new.
+"""Play stored samples again with an environment: the turns are the stored ones, and the rewards are new.
 
 Invariant: the environment gets what it would get in a run: the episode is opened with the row's data, each response is
 one step, metadata passes from step to step, and the episode is closed.
@@ -26,27 +26,27 @@ class Regraded:
 
     sample: StoredSample
     environment: str
-    """Name of the environment that rewarded it now."""
+    """Name of the environment that computed the new reward."""
     reward: float | None = None
-    """The new reward; None if it could not be computed."""
+    """New reward, or None if it could not be computed."""
     components: dict[str, float] = field(default_factory=dict)
-    """Named parts of the new reward."""
+    """Named components of the new reward."""
     error: str | None = None
     """Reason why there is no new reward."""
     diverged: str | None = None
-    """Difference between the episode and the stored one; None if there is none."""
+    """Difference between the new and the stored episode, or None if there is none."""
     penalties: dict[str, list[int]] | None = None
-    """Penalties that were found again in the stored tokens, as `Trajectory.penalties`; None for a sample without stored
-    tokens, such as one of a validation, or of a run without penalties."""
+    """Penalties found in the stored tokens, as `Trajectory.penalties`; None for a sample without stored tokens, such as
+    one of a validation, or of a run without penalties."""
 
     @property
     def penalized_reward(self) -> float | None:
-        """The new reward for training, as `Trajectory.penalized_reward`."""
+        """New reward for training, as `Trajectory.penalized_reward`."""
         is_penalized = self.penalties is not None and any(self.penalties.values())
         return min(self.reward, 0.0) if is_penalized and self.reward is not None else self.reward
 
     def fail(self, reason: str) -> "Regraded":
-        """Note why there is no reward, and return self."""
+        """Store the reason why there is no reward, and return self."""
         self.reward, self.error = None, reason
         return self
 
@@ -58,7 +58,7 @@ async def replay_all(
 
     Args:
         samples: stored samples, each with the datum of its row.
-        environment: rewards them.
+        environment: environment that rewards the samples.
     """
     places = asyncio.Semaphore(_AT_ONCE)
 
@@ -133,7 +133,7 @@ def _absorb(graded: Regraded, step: StepResult) -> bool:
 
 
 def _is_over(graded: Regraded, step: StepResult, later: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the episode ends here, and note where it differs from the stored episode."""
+    """Return whether the episode ends here, and store where it differs from the stored episode."""
     if step.terminated or len(later) < 2:
         if step.terminated and len(later) > 1:
             graded.diverged = f"the episode ends {len(later) // 2} responses earlier than the stored one"
@@ -144,7 +144,7 @@ def _is_over(graded: Regraded, step: StepResult, later: Sequence[Mapping[str, An
 
 
 def review_again(graded: Sequence[Regraded], review: AnswerReview) -> None:
-    """Review the samples that have a reward and stored tokens, as the run did, and note their penalties."""
+    """Review the samples that have a reward and stored tokens, as in the run, and store their penalties."""
     for each in graded:
         row = each.sample.row
         if each.reward is not None and "token_ids" in row:

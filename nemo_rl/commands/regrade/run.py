@@ -1,4 +1,4 @@
-"""Computes the rewards of stored samples again: configuration, data, environments, replay, report."""
+"""Compute the rewards of stored samples again: configuration, data, environments, replay, report."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ _FILE_WIDTH = 140
 _NUM_SHOWN = 8
 _ANSWER_CHARS = 60
 _TOLERANCE = 1e-6
-"""Largest difference of rewards that count as equal; stored rewards have all digits, grouped sums may differ."""
+"""Largest difference of rewards that count as equal. Stored rewards have all digits, but grouped sums may differ."""
 
 
 def refuse_existing(file: Path) -> None:
@@ -85,7 +85,7 @@ def is_changed(each: Regraded) -> bool:
 
 
 def write_tables(samples: Sequence[Regraded]) -> None:
-    """Write a line for each file, the most frequent changes and the largest ones to standard output."""
+    """Write a line for each file, and the most frequent and the largest changes, to standard output."""
     is_file = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = Console(file=sys.stdout, width=_FILE_WIDTH if is_file else None)
     columns = ("file", "samples", "changed", "mean before", "mean now", "no reward before", "no reward now", "diverged")
@@ -155,7 +155,7 @@ type Work = tuple[StoredSample, DatumSpec]
 
 
 def regrade(arguments: argparse.Namespace) -> None:
-    """Compute the rewards that a command line asks for, write them and show the differences.
+    """Compute the rewards that a command line requests, write them and show the differences.
 
     Raises:
         ConfigError, DataError: the command line, the configuration, the data or a stored sample cannot be used.
@@ -194,7 +194,7 @@ def _configuration(file: Path, overrides: Sequence[str]) -> RolloutMasterConfig:
 
 
 def _by_environment(samples: Sequence[StoredSample], name: str | None) -> dict[str, list[StoredSample]]:
-    """Group samples by the environment that rewards them now: the named environment, or the run's."""
+    """Group samples by the environment that computes the new reward: the named environment, or the run's."""
     groups: dict[str, list[StoredSample]] = {}
     for sample in samples:
         groups.setdefault(name or str(sample.row["task_name"]), []).append(sample)

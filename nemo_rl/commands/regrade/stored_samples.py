@@ -1,4 +1,4 @@
-"""Reads the samples that a run has stored (`experience.trajectory_log`)."""
+"""Read the samples that a run has stored (`experience.trajectory_log`)."""
 
 import json
 import re
@@ -35,7 +35,7 @@ class StoredSample:
 
     @property
     def place(self) -> str:
-        """File and line, for people."""
+        """File and line of the sample, for people."""
         return f"{self.file.name}:{self.line}"
 
 
@@ -43,8 +43,8 @@ def sample_files(folder: Path, only: str | None = None) -> list[Path]:
     """Return the files of samples, in the order of phases and steps.
 
     Args:
-        folder: the log folder of a run, whose newest `exp_*` is taken, or one of its files.
-        only: "train" or "validation"; None for both.
+        folder: the log folder of a run, of which the newest `exp_*` is read, or one of its files.
+        only: "train" or "validation", or None for both.
 
     Raises:
         DataError: there are no such files.
@@ -76,7 +76,7 @@ def read_samples(file: Path) -> Iterator[StoredSample]:
     """Yield the samples of a file, and only the first (`branch` 0) of a sample with several conversations.
 
     Raises:
-        DataError: a line is no stored sample.
+        DataError: a line is not a stored sample.
     """
     name = _NAME.fullmatch(file.name)
     phase = _PHASES[name[1]] if name else "train"

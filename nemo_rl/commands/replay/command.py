@@ -1,4 +1,4 @@
-"""Defines the command line of `nemo_rl replay`.
+"""Define the command line of `nemo_rl replay`.
 
 The module imports little, so that the help appears immediately. Invariant: the files of a run are only read, unless
 --add-modules adds to a record. The exit status is 0 if the step is equal, 1 if it differs and 2 if it cannot be

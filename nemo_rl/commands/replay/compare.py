@@ -1,11 +1,11 @@
-"""Compares a repeated step with the recorded one, part by part, in the order in which a step computes them.
+"""Compare a repeated step with the recorded one, part by part, in the order in which a step computes them.
 
     configuration ─► samples ─► prompts ─► weights ─► modules ─► log-probabilities of policy and reference
     ─► sample mask ─► advantages ─► log-probabilities of the update ─► loss ─► gradients ─► norm and rate ─► new weights
 
 The modules of the first update come before everything that their forward pass computes. The update itself comes later,
-but it starts from the weights that the stages before it score with. Invariant: each comparison reports on its own part
-only. The first part that differs is the answer, because differences in later parts follow from it.
+but it starts from the weights that the stages before it score with. Invariant: each comparison reports only on its own
+part. The first part that differs is the answer, because differences in later parts follow from it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,12 +22,12 @@ from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.models.policy.update_records import UpdateRecord
 
 _PLACES = (".model_name", ".tokenizer.name", ".data_path", ".prompt_file", ".system_prompt_file")
-"""Ends of keys that name files. Files may be elsewhere on other machines, so weights and prompts are compared."""
+"""Suffixes of keys that name files. Files may be elsewhere on other machines, so weights and prompts are compared."""
 _SHOWN = 20
 
 
 def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now: Mapping[str, Any]) -> Compared:
-    """Compare the keys that the numbers of a step depend on, of the run (`before`) and of the replay (`now`)."""
+    """Compare the keys that a step's numbers depend on between the run (`before`) and the replay (`now`)."""
     found = [
         Difference(key.key, f"configuration key {key.key} differs: {key.before} in the run, {key.now} now")
         for key in changed
@@ -41,7 +41,7 @@ def configuration(changed: Sequence[ChangedKey], before: Mapping[str, Any], now:
 def configuration_notes(
     changed: Sequence[ChangedKey], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield notes on keys that are no difference by themselves, from the arguments of `configuration`."""
+    """Yield notes on keys whose values alone are not a difference, from the arguments of `configuration`."""
     idle = [key.key for key in changed if _is_no_difference(key)]
     if idle:
         yield f"keys that are no difference by themselves have changed: {_listed(idle)}"
@@ -62,7 +62,7 @@ def _is_compared(key: ChangedKey) -> bool:
 
 
 def _is_no_difference(key: ChangedKey) -> bool:
-    """Return whether a step reads only what is compared anyway: recorded rewards, or the content of files."""
+    """Return whether a key affects only things that are compared anyway: recorded rewards, or the content of files."""
     return key.about in WITHOUT_INFLUENCE or key.key.startswith("env.") or key.key.endswith(_PLACES)
 
 
@@ -120,7 +120,7 @@ _UPDATES = (
 
 
 def samples(recorded: Step, repeated: Step) -> Compared:
-    """Compare the rows of the batch: which samples they are, what was sampled, and its rewards."""
+    """Compare the rows of the batch: sample, tokens and reward of each."""
     before, now = recorded.summary["samples"], repeated.summary["samples"]
     found = [
         Difference(sample_name(row), f"{sample_name(row)} differs from the record: {_changes(row, other)}")
@@ -151,7 +151,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def token_tensors(
     recorded: Step, repeated: Step, limits: Tolerances, of_modules: Compared | None
 ) -> Iterator[Compared]:
-    """Compare the tensors that the run's stages computed for tokens and rows, after the comparison `of_modules`."""
+    """Compare the tensors that the run's stages computed for tokens and rows, after the modules (`of_modules`)."""
     for name in TOKEN_TENSORS:
         before, now = recorded.tensors.get(name), repeated.tensors.get(name)
         title, cause = name.replace("_", " "), _TENSORS[name]
@@ -169,7 +169,7 @@ def token_tensors(
 
 
 def logprobs(recorded: Step, repeated: Step, update: int, limits: Tolerances, of_modules: Compared) -> Compared:
-    """Compare the log-probabilities that an update computed, after the comparison `of_modules`."""
+    """Compare the log-probabilities that an update computed, after the modules (`of_modules`)."""
     before, now = recorded.updates[update].logprobs, repeated.updates[update].logprobs
     title, rows = f"log-probabilities{of_update(recorded, update)}", recorded.summary["samples"]
     if not before and not now:
@@ -213,7 +213,7 @@ def _of_tokens(
 
 
 def _same_width(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values of a row in both tensors, of which the shorter one is padded with zeros."""
+    """Return the values of a row in both tensors, with the shorter one padded with zeros."""
     pair = [torch.atleast_1d(old), torch.atleast_1d(new)]
     width = max(map(len, pair))
     old, new = (torch.nn.functional.pad(values, (0, width - len(values))) for values in pair)
@@ -221,7 +221,7 @@ def _same_width(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Compared:
-    """Compare the loss of an update and, before it, the terms that it is computed from."""
+    """Compare the loss of an update and, before it, the terms of the loss."""
     before = _terms(recorded.updates[update], of_microbatches=limits.is_exact)
     now = _terms(repeated.updates[update], of_microbatches=limits.is_exact)
     found, largest = [], 0.0
@@ -263,7 +263,7 @@ def compare(
     """Compare all parts of a step.
 
     Args:
-        repeated: the step now.
+        repeated: the repeated step.
         changed: keys of the configuration that differ.
         data: the comparison of the prompts with the data.
         limits: the largest differences that count as equal.

@@ -1,4 +1,4 @@
-"""Compares what a step does to the model: outputs of modules, gradients and weights, by their fingerprints, and norms.
+"""Compare the outputs of modules, gradients and weights of a step by their fingerprints, and its norms.
 
 Distances are estimates (`Fingerprint.distance`). Whether bits are equal is decided by checksums.
 """
@@ -12,7 +12,7 @@ from nemo_rl.models.policy.update_records import UpdateRecord
 from nemo_rl.models.training.tensor_checks import Fingerprint, added
 
 _FLOOR = 0.01
-"""Smallest norm that differences are relative to, as a share of the norm of the whole model."""
+"""Smallest norm for relative differences, as a share of the norm of the whole model."""
 _OTHER_START = (
     "The step does not begin as in the run: the checkpoint is another one, or the model that policy.model_name names "
     "has changed."
@@ -35,7 +35,7 @@ type Prints = Mapping[str, Fingerprint]
 
 
 def old_weights(recorded: Step, repeated: Step) -> Compared:
-    """Compare the weights before the step, whose bits have to be equal whatever ranks hold them."""
+    """Compare the weights before the step, whose bits must be equal for any division among ranks."""
     name = "weights before the step"
     if not recorded.updates or not repeated.updates:
         return Compared(name, skipped="no update was made, because no token counts")
@@ -71,7 +71,7 @@ def _calls(update: UpdateRecord) -> list[list[str]]:
 
 
 def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Compared:
-    """Compare the gradients, the last tensors of the model first, as the backward pass computes them."""
+    """Compare the gradients from the last tensors of the model to the first, as the backward pass computes them."""
     name, old = f"gradients{title}", dict(reversed(before.gradients.items()))
     if not old and not now.gradients:
         return Compared(name, skipped=_NOT_SHOWN)
@@ -80,7 +80,7 @@ def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Toler
 
 
 def norm_and_rate(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Compared:
-    """Compare the two numbers that an optimizer makes its update with, counting NaN as equal to NaN."""
+    """Compare the gradient norm and the learning rate of an update. NaN counts as equal to NaN."""
     found, sizes, causes = [], [], []
     for name, old, new, limit, cause in (
         ("learning rate", before.lr, now.lr, 0.0 if limits.is_exact else _RATE_LIMIT, _RATE),

@@ -1,4 +1,4 @@
-"""Defines the result of a comparison: a stage for each part of a step, each with its differences."""
+"""Define the result of a comparison: a stage for each part of a step, each with its differences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,25 +10,25 @@ from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.utils.errors import ReplayError
 
 NOT_RECORDED = "the run did not record them (logger.record_modules)"
-"""Why the outputs of modules were not compared; the user's choice, so the verdict does not name it."""
+"""Reason why the outputs of modules were not compared. The user chose this, so the verdict does not name it."""
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs."""
+    """Description of one difference."""
 
     name: str
     """Name of the key, sample, module or tensor."""
     text: str
     """Description of the difference, in a sentence."""
     size: float | None = None
-    """Size of the difference, in the unit of the stage; None if the difference has no size."""
+    """Size of the difference, in the unit of the stage, or None if the difference has no size."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison of one part of a step."""
+    """Comparison of one part of a step."""
 
     name: str
     """Name of the part."""
@@ -37,25 +37,25 @@ class Compared:
     unit: str = ""
     """Unit of the sizes."""
     differences: Sequence[Difference] = ()
-    """Differences larger than the tolerance, in the order in which the step computes the values."""
+    """Differences above the tolerance, in the order in which the step computes the values."""
     tolerance: float = 0.0
-    """Largest size that counts as equal; 0: bits are compared."""
+    """Largest size that counts as equal, or 0 to compare bits."""
     largest: float = 0.0
     """Size of the largest difference, including those within the tolerance."""
     cause: str = ""
-    """Advice where to look if this stage is the first that differs."""
+    """Advice where to search if this stage is the first that differs."""
     skipped: str | None = None
-    """Reason why nothing was compared; None if something was."""
+    """Reason why nothing was compared, or None if something was compared."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of a step."""
+    """Comparison of a step."""
 
     step: int
     """Number of the step."""
     stages: Sequence[Compared]
-    """The parts of the step, in order."""
+    """Parts of the step, in order."""
     is_exact: bool
     """Whether bits are compared."""
     notes: Sequence[str] = field(default_factory=list)
@@ -63,12 +63,12 @@ class Comparison:
 
     @property
     def first(self) -> Compared | None:
-        """The first stage that differs, or None if the step is equal."""
+        """First stage that differs, or None if the step is equal."""
         return next((stage for stage in self.stages if stage.differences), None)
 
     @property
     def verdict(self) -> str:
-        """The result in a sentence or two."""
+        """Result of the comparison in one or two sentences."""
         how = "bit for bit" if self.is_exact else "within the tolerances"
         if self.first is None:
             return f"Step {self.step} is equal to that of the run, {how}.{self._not_compared}"
@@ -79,14 +79,14 @@ class Comparison:
 
     @property
     def _not_compared(self) -> str:
-        """A sentence on the parts of an equal step that were left out, or "" if there are none."""
+        """Return a sentence on the parts of an equal step that were not compared, or "" if there are none."""
         skipped = [
             f"{stage.name} ({stage.skipped})" for stage in self.stages if stage.skipped not in (None, NOT_RECORDED)
         ]
         return f" Not compared: {'; '.join(skipped)}." if skipped else ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the comparison as plain values."""
         return {
             "step": self.step,
             "equal": self.first is None,
@@ -121,7 +121,7 @@ def _difference(each: Difference) -> dict[str, Any]:
 
 
 def _number(size: float | None) -> float | str | None:
-    """Return a size for JSON, in which an infinite one is a string."""
+    """Return a size for JSON, with an infinite size as a string."""
     return size if size is None or math.isfinite(size) else str(size)
 
 
@@ -146,7 +146,7 @@ _NUMBERS = ("torch", "transformers", "numpy", "flash-attn", "triton")
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest differences that count as equal (0 for equal bits)."""
+    """Largest differences that count as equal (0 for equal bits)."""
 
     advantages: float = 0.0
     """Absolute difference of an advantage."""
@@ -163,7 +163,7 @@ class Tolerances:
 
     @property
     def is_exact(self) -> bool:
-        """True if bits are compared."""
+        """Whether bits are compared."""
         return self == Tolerances()
 
 
@@ -200,8 +200,8 @@ def chosen(
     """Return the tolerances of a comparison, and the notes of `circumstances`.
 
     Args:
-        factor: factor of the tolerances, as `factor_of` returns it; None: 0 without notes, else 1.
-        repeated: the step now.
+        factor: factor of the tolerances, as `factor_of` returns it. If None, 0 without notes, or else 1.
+        repeated: the repeated step.
         changed: keys that differ.
     """
     notes = circumstances(recorded, repeated, changed)
@@ -211,7 +211,7 @@ def chosen(
 
 
 def circumstances(recorded: Step, repeated: Step, changed: list[ChangedKey]) -> list[str]:
-    """Return notes on differences that may change the last bits only: versions, devices, layout of the ranks."""
+    """Return notes on differences that may change only the last bits: versions, devices, layout of the ranks."""
     before, now = recorded.summary, repeated.summary
     notes = [
         f"{name}: {_get(before['environment'], name)} in the run, {_get(now['environment'], name)} now"

@@ -1,4 +1,4 @@
-"""Finds the records of a run. The module imports little, so that errors appear immediately."""
+"""Find the records of a run. The module imports little, so that errors appear immediately."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ _NAME = re.compile(r"step_(\d+)\.json")
 
 
 def find_folder(run: Path, step: int) -> Path:
-    """Return the folder of a run in which a step was recorded: `exp_NNN` itself, or the newest one below that has it.
+    """Return the folder of a run in which a step was recorded: `exp_NNN` itself, or the newest `exp_NNN` inside it.
 
     If none has it, return the newest folder that has any record.
 

@@ -1,4 +1,4 @@
-"""Reads the records of steps that a run has written (`algorithms.runtime.step_record`)."""
+"""Read the records of steps that a run has written (`algorithms.runtime.step_record`)."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _NEEDED = ("weight_version", "checkpoint", "loss_fn", "config", "samples", "envi
 
 @dataclass(frozen=True)
 class Step:
-    """A step as it was recorded or repeated, for a comparison."""
+    """Recorded or repeated step, for a comparison."""
 
     summary: Mapping[str, Any]
     """`config`, `samples`, `environment`, `code`, `layout`, as in the JSON file."""
@@ -87,7 +87,7 @@ def read_step(folder: Path, step: int) -> RecordedStep:
 
 @contextmanager
 def _damage_told(file: Path) -> Iterator[None]:
-    """Name the file if its content is no record."""
+    """Name the file in errors about the content of a record."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Repeats a recorded step: reads the record, configuration and checkpoint, repeats, compares, writes."""
+"""Repeat a recorded step: reads the record, configuration and checkpoint, repeats, compares, writes."""
 
 import argparse
 import json
@@ -157,7 +157,7 @@ def repeat(
     Args:
         config: the configuration of the run, perhaps with changes.
         recipe: the choices of its algorithm.
-        checkpoint: step folder of the step before; None: the initial weights.
+        checkpoint: step folder of the step before, or None for the initial weights.
         of_modules: whether to record the output of each module.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Shows what a run did: `nemo_rl report` writes one HTML file, `nemo_rl watch` serves the same page while it goes on.
+"""Show the course of a run: `nemo_rl report` writes one HTML file, `nemo_rl watch` serves the same page during the run.
 
     run_files ─► curves, samples, phases, findings ─► page ─► report.html
                                                    └► server ─► browser

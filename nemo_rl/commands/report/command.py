@@ -1,4 +1,4 @@
-"""Defines the command line of `nemo_rl report`.
+"""Define the command line of `nemo_rl report`.
 
 The module imports little, so that the help appears immediately. Invariant: files of a run are only read.
 """

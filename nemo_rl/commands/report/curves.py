@@ -1,4 +1,4 @@
-"""Reads the metrics of a run into curves, also while the run writes them."""
+"""Read the metrics of a run into curves, also while the run writes them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,38 +9,38 @@ from nemo_rl.commands.report.run_files import TRAINING, RunFiles, finite
 from nemo_rl.config.base.names import MACHINE_METRICS
 
 _LARGEST = 2**53
-"""Largest step of a curve; a browser does not represent larger integers exactly."""
+"""Largest step of a curve, because a browser does not represent larger integers exactly."""
 _OF_SECONDS = f"{MACHINE_METRICS}/"
 """Beginning of the names of curves whose steps are seconds."""
 
 
 @dataclass
 class Curve:
-    """One metric."""
+    """Curve of one metric."""
 
     steps: list[int] = field(default_factory=list)
-    """Steps with a value, ascending."""
+    """Steps with a value, in ascending order."""
     values: list[float | None] = field(default_factory=list)
-    """One value for each step; None if it is not finite."""
+    """One value for each step, or None if it is not finite."""
     times: list[float | None] = field(default_factory=list)
-    """Time of each value in seconds since 1970, without pauses of the run; None if the file has no times."""
+    """Time of each value in seconds since 1970, without pauses of the run, or None if the file has no times."""
 
     def add(self, step: int, value: float | None, time: float | None) -> None:
-        """Add the value of a step, replacing the same step and all later ones if a restart repeats it."""
+        """Add the value of a step. If a restart repeats the step, replace its value and remove all later ones."""
         self.cut(step)
         self.steps.append(step)
         self.values.append(finite(value))
         self.times.append(time)
 
     def cut(self, step: int) -> None:
-        """Remove the values of a step and of later ones."""
+        """Remove the values of a step and of all later steps."""
         while self.steps and self.steps[-1] >= step:
             for column in (self.steps, self.values, self.times):
                 column.pop()
 
     @property
     def known(self) -> list[tuple[int, float]]:
-        """The steps with finite values, and these values."""
+        """Steps with finite values, and these values."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
 
     def as_json(self) -> dict[str, Any]:
@@ -57,19 +57,19 @@ class Curves:
     by_name: dict[str, Curve] = field(default_factory=dict)
     """The curves that were read so far."""
     trained_at: float | None = None
-    """Seconds since 1970 of the last training step; None without one, or if the file has no times."""
+    """Seconds since 1970 of the last training step; None without a training step, or if the file has no times."""
     _read_to: dict[Path, int] = field(default_factory=dict)
-    """Place in the file of metrics up to which it is read, by folder."""
+    """Position in the file of metrics up to which it was read, by folder."""
     _gaps_s: float = 0.0
-    """Seconds between the parts of a run that went on later; times are shown without them."""
+    """Number of seconds between the parts of a resumed run, which are subtracted from times."""
     _seconds_before: int = 0
     """Last second of curves whose steps are seconds, before the part of the run that is read now."""
     _last_trained: int = 0
     _repeated: set[str] = field(default_factory=set)
-    """Curves whose steps went back since the last training step."""
+    """Curves whose steps decreased since the last training step."""
 
     def read(self) -> bool:
-        """Read the lines that are new since the last call, and return whether there were any."""
+        """Read the new lines since the last call, and return whether there were any."""
         has_read = False
         for part in self.run.parts:
             for row, end in part.metric_rows(self._read_to.get(part.folder, 0)):
@@ -95,7 +95,7 @@ class Curves:
         self._seconds_before = max(seconds, default=0)
 
     def _train(self, step: int, time: float | None) -> None:
-        """Remove the values of steps that the run repeats because it went on from an earlier checkpoint."""
+        """Remove the values of steps that the run repeats because it resumed from an earlier checkpoint."""
         if step < self._last_trained:
             for name, curve in self.by_name.items():
                 if not name.startswith(_OF_SECONDS):
@@ -141,7 +141,7 @@ def phases_of(curves: Curves) -> dict[str, Any]:
 
     Returns:
         `steps`; `total`, the seconds of each step with its checkpoint; and `phases`, each with `name`, `seconds` by
-        step, their `sum`, `median` and `share` of the total. Time that belongs to no phase is a phase of its own. Empty
+        step, their `sum`, `median` and `share` of the total. Time outside of all phases is also a phase. Empty
         if the run has no timings.
     """
     total = curves.get(_TOTAL)

@@ -1,4 +1,4 @@
-"""Finds problems of a run in its curves, and describes them in plain sentences.
+"""Find problems of a run in its curves, and describe them in plain sentences.
 
 Each rule reads the curves and returns one finding or none. Invariant: each threshold is written once, in its rule, and
 the text of the finding contains it.
@@ -13,7 +13,7 @@ from nemo_rl.commands.report.curves import Curves
 
 _METRICS = "docs/algorithms/grpo.md, section Metrics"
 _FEW = 5
-"""Steps at the start of a run with which later ones are compared."""
+"""Number of steps at the start of a run with which later steps are compared."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class RunFinding:
     level: Literal["problem", "warning", "note"]
     """Importance. "problem": results are wrong or training is disturbed; "warning": they may be; "note": all others."""
     title: str
-    """The observation in a few words."""
+    """Summary of the observation in a few words."""
     text: str
     """Figures, the threshold, and advice."""
     metric: str
-    """Name of the curve that shows it."""
+    """Name of the curve that shows the observation."""
     steps: tuple[int, int]
     """First and last step of the observation."""
     guide: str = _METRICS
-    """Page of the documentation."""
+    """Page of the documentation about the observation."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -47,8 +47,7 @@ def find(curves: Curves, algorithm: str = "") -> list[RunFinding]:
 
     Args:
         curves: metrics of the run.
-        algorithm: name of its algorithm's section; a distillation is not trained on rewards, so rules about them are
-            left out.
+        algorithm: name of its algorithm's section; rules about rewards are left out for distillation.
     """
     rules = [rule for rule in RULES if algorithm not in _WITHOUT_REWARDS or rule not in _ABOUT_REWARDS]
     found = [finding for rule in rules if (finding := rule(curves)) is not None]
@@ -185,7 +184,7 @@ def skipped_updates(curves: Curves) -> RunFinding | None:
 
 
 def useless_critic(curves: Curves) -> RunFinding | None:
-    """Find a critic that does not learn to predict the returns."""
+    """Find a critic that does not learn to predict returns."""
     name, least = "train/critic/explained_var", 0.1
     points = curves.get(name).known
     if len(points) < 2 * _FEW or _most(points) >= least:
@@ -291,9 +290,9 @@ def preemptions(curves: Curves) -> RunFinding | None:
 
 
 def idle_shares(curves: Curves) -> RunFinding | None:
-    """Find a trainer or engines that wait for most of the time where a setting can change that.
+    """Find a trainer or engines that wait most of the time, if a setting can change that.
 
-    If they share devices, one of them has to wait for the other. Only time without work for both can be saved then.
+    If they share devices, one has to wait for the other, and only time in which both wait can be saved.
     """
     most, most_of_both = 0.6, 0.2
     points = {part: curves.get(f"idle/{part}").known[1:] for part in ("trainer", "engines")}

@@ -1,4 +1,4 @@
-"""Builds the page: one HTML file that needs no other file.
+"""Build the page: one HTML file that needs no other file.
 
 Invariant: the data is JSON without any `<`, and the content security policy allows only the page's own scripts.
 """
@@ -39,7 +39,7 @@ _STYLES = ("uPlot.min.css", "page.css")
 
 
 def _tell_apart(runs: Sequence[dict[str, Any]]) -> None:
-    """Make the names of runs different: those of equal ones get as many folders of their paths as that takes."""
+    """Make the names of runs different, by adding as many parent folders as needed to equal names."""
     for count in range(3, 7):
         seen = Counter(run["name"] for run in runs)
         for run in runs:
@@ -91,8 +91,8 @@ def write_report(folders: Sequence[Path], output: Path | None, num_samples: int 
 
     Args:
         folders: log folders of the runs, as for `find_runs`.
-        output: the file; None: `report.html` in the first folder.
-        num_samples: number of samples of each run with conversation and tokens; None: the default of the command.
+        output: the file, or None for `report.html` in the first folder.
+        num_samples: number of samples of each run with conversation and tokens, or None for the default of the command.
 
     Raises:
         DataError: a folder has no run.

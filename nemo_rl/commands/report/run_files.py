@@ -1,6 +1,6 @@
-"""Reads the files that a run leaves in its log folder: configuration, record, metrics and samples.
+"""Read the files that a run leaves in its log folder: configuration, record, metrics and samples.
 
-Invariant: files are only read. If a file is missing or damaged, only its part of the page is missing.
+Invariant: files are only read. If a file is missing or damaged, only its part of the page is omitted.
 """
 
 import json
@@ -43,16 +43,16 @@ _ROWS_OF_PROGRAM = re.compile(r"^.*/data/((?:rows|validation)-[0-9a-f]{12}\.json
 
 @dataclass(frozen=True)
 class RunFiles:
-    """One run."""
+    """Files of one run."""
 
     folder: Path
     """Log folder of the run, `exp_NNN`."""
     earlier: tuple["RunFiles", ...] = ()
-    """The runs that this run continued, from the first one on; `earlier` of each of them is empty."""
+    """Run that this run continued, from the first one on, each with an empty `earlier`."""
 
     @property
     def parts(self) -> tuple["RunFiles", ...]:
-        """All folders of the run, each as a run of its own, in the order in which they were written."""
+        """All folders of the run in the order in which they were written, each as a separate run."""
         return (*self.earlier, replace(self, earlier=()))
 
     @property
@@ -62,7 +62,7 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration, which is empty if the file is missing or damaged."""
+        """Resolved configuration, which is empty if the file is missing or damaged."""
         try:
             tree = yaml.safe_load(read_text(self.folder / CONFIG_FILE))
         except (OSError, UnicodeError, yaml.YAMLError):
@@ -73,7 +73,7 @@ class RunFiles:
     def flat_config(self) -> dict[str, Any]:
         """The configuration by dotted keys.
 
-        A file of rows that a run from Python has written is named without its folder, since its name says what it has.
+        A file of rows that a run from Python has written is named without its folder, because the name is enough.
         """
         values = dict(_flat(self.config, "")) if self.config else {}
         return {
@@ -89,20 +89,20 @@ class RunFiles:
 
     @property
     def max_steps(self) -> int | None:
-        """The step at which the run was to end."""
+        """Last step that the run was to train."""
         value = _section(self.config, self.algorithm).get("max_num_steps")
         return value if isinstance(value, int) and value > 0 else None
 
     @property
     def checkpoint_folder(self) -> str | None:
-        """The folder of the run's checkpoints as the configuration has it, or None if the run saves none."""
+        """Folder of the run's checkpoints from the configuration, or None if the run saves none."""
         section = _section(self.config, "checkpointing")
         folder = section.get("checkpoint_dir") if section.get("enabled") else None
         return folder if isinstance(folder, str) else None
 
     @property
     def shares_devices(self) -> bool:
-        """True if policy and engines compute on the same devices, as far as the configuration says."""
+        """Whether policy and engines compute on the same devices according to the configuration."""
         cluster, policy = _section(self.config, "cluster"), _section(self.config, "policy")
         placement = _section(_section(policy, "generation"), "colocated")
         own_machines = _section(placement, "resources").get("num_nodes") and cluster.get("num_nodes", 1) != 1
@@ -114,7 +114,7 @@ class RunFiles:
         return next((step for step in steps if isinstance(step, int)), None)
 
     def continues(self, other: "RunFiles") -> bool:
-        """Return whether the run went on from a checkpoint of another run, which was started before it."""
+        """Return whether the run resumed from a checkpoint of another run, which was started before it."""
         if self.checkpoint_folder is None or self.checkpoint_folder != other.checkpoint_folder:
             return False
         first = self.first_step()
@@ -153,7 +153,7 @@ def find_run(path: Path) -> RunFiles:
     """Return the run of a log folder: the run of `exp_NNN` itself, or the newest run in the folder of all runs.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no run.
     """
     return find_runs(path)[-1]
 
@@ -161,10 +161,10 @@ def find_run(path: Path) -> RunFiles:
 def find_runs(path: Path) -> list[RunFiles]:
     """Return all runs of a folder, the first one first: an `exp_NNN`, their folder, or a folder of such folders.
 
-    An `exp_NNN` that went on from a checkpoint of an earlier one is one run with it.
+    An `exp_NNN` that resumed from a checkpoint of an earlier one is part of the same run.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no run.
     """
     if _is_run(path):
         return [RunFiles(path.resolve())]
@@ -184,7 +184,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _chained(runs: Sequence[RunFiles]) -> list[RunFiles]:
-    """Join each run that went on from a checkpoint to the one that wrote it."""
+    """Join each resumed run to the run that wrote its checkpoint."""
     chains = list[RunFiles]()
     for run in runs:
         before = [chain for chain in chains if chain.folder.parent == run.folder.parent and run.continues(chain)]
@@ -204,7 +204,7 @@ def read_json(line: bytes | str) -> Any:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number as a float, or None if the value is no number, is not finite, or does not fit."""
+    """Return a number as a float, or None if the value is not a number, is not finite, or is too large."""
     try:
         return _finite_of(value) if isinstance(value, int | float) else None
     except OverflowError:
@@ -232,6 +232,6 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _runs(record: Mapping[str, Any]) -> bool:
-    """Return whether the process of a record may still run, which is True if that cannot be found out."""
+    """Return whether the process of a record may still run, or True if that is unknown."""
     pid, started = record.get("pid"), record.get("pid_started")
     return not isinstance(pid, int) or started is None or start_of_process(pid) == started

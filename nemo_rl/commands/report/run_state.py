@@ -1,4 +1,4 @@
-"""Says how a run ended, and where it failed: the worker, the phase and the line of the user's own code.
+"""Describe the end of a run, and where it failed: worker, phase and line of the user's own code.
 
 Invariant: only the run's record and its traceback are read, so the state can be found out after the run.
 """
@@ -22,16 +22,16 @@ _NOT_OWN = re.compile(
 
 
 class Frame(NamedTuple):
-    """A line of a program in a traceback."""
+    """Line of a program in a traceback."""
 
     place: str
     """File, line and function."""
     source: str
-    """Text of the line; "" if the traceback does not have it."""
+    """Text of the line, or "" if the traceback does not have it."""
 
 
 def state_of(run: RunFiles) -> dict[str, Any]:
-    """Return what the run's record says, `where` it failed, and the `earlier` parts that it went on from."""
+    """Return the end of a run from its record, `where` it failed, and the `earlier` parts that it continued."""
     record = run.record()
     state = {name: record.get(name) for name in ("status", "started", "ended", "error", "host", "version")}
     command = record.get("command")
@@ -42,7 +42,7 @@ def state_of(run: RunFiles) -> dict[str, Any]:
 
 
 def _part(part: RunFiles) -> dict[str, Any]:
-    """Return how a part of a run ended that a later part continued."""
+    """Return the end of a part of a run that a later part continued."""
     record = part.record()
     return {"name": part.folder.name, **{name: record.get(name) for name in ("status", "started", "ended")}}
 

@@ -1,4 +1,4 @@
-"""Collects everything that the page shows of one run, as JSON."""
+"""Collect all data that the page shows of one run, as JSON."""
 
 import contextlib
 import logging
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 _FILE = "tokenizer.json"
 _LARGEST = 2**32
-"""Limit of token ids; tokenizers take only smaller numbers."""
+"""Upper limit of token ids, because tokenizers accept only smaller numbers."""
 
 
 class TokenTexts:
-    """Decodes tokens one by one, or shows their numbers if the tokenizer's file is missing.
+    """Decode tokens one by one, or shows their numbers if the tokenizer's file is missing.
 
     Args:
         run: the run, whose configuration names the tokenizer: a folder, or a model in the hub's cache.
@@ -89,7 +89,7 @@ _SHOWN_KEYS = {
 
 @dataclass
 class RunView:
-    """One run, which may still go on."""
+    """Data of one run, which may still be running."""
 
     run: RunFiles
     curves: Curves = field(init=False)
@@ -103,16 +103,16 @@ class RunView:
         """Read new metrics and samples, and return whether there were any.
 
         Args:
-            most_files: largest number of files of samples to read; None: all.
+            most_files: largest number of files of samples to read, or None for all.
         """
         has_metrics, has_samples = self.curves.read(), self.samples.read(most_files)
         self.samples.last_step = self._last_sampled()
         return has_metrics or has_samples
 
     def _last_sampled(self) -> int | None:
-        """Return the last step whose training samples are of use, or None if the run has logged no step.
+        """Return the last step whose training samples are valid, or None if the run has logged no step.
 
-        Samples are written before the metrics of their step, and stay if it fails.
+        Samples are written before the metrics of their step, and remain if the step fails.
         """
         last, time = self.curves.last_step, self.curves.trained_at
         if not last:
@@ -120,7 +120,7 @@ class RunView:
         return last + 1 if time is not None and self.samples.is_newer(last + 1, time) else last
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything but the samples."""
+        """Return everything except the samples."""
         return {
             "name": self.run.name,
             "folder": str(self.run.folder),

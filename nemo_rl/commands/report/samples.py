@@ -1,4 +1,4 @@
-"""Finds the stored samples of a run without keeping them in memory, and reads a page of them by filters and order.
+"""Find the stored samples of a run without keeping them in memory, and reads a page of them by filters and order.
 
 Samples are lines of files that a run may still be writing.
 """
@@ -23,7 +23,7 @@ Scalar = str | int | float | None
 _FILE = re.compile(r"(train|val)_data_step([0-9]{1,18})\.jsonl")
 _PREVIEW_CHARS = 100
 _MAX_TEXT_CHARS = 200_000
-"""Characters of one message that a page shows."""
+"""Number of characters of one message that a page shows."""
 COLUMNS = (
     "phase",
     "step",
@@ -42,11 +42,11 @@ COLUMNS = (
 _NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages", "values", "returns")
 _DECIMALS = 4
 _LARGEST = 2**63
-"""Limit of integers in a table. A file whose name has a larger step is not a file of samples."""
+"""Largest integer in a table. A file with a larger step in its name is not a file of samples."""
 
 
 def sample_files(folder: Path) -> list[tuple[int, str, Path]]:
-    """Return step, phase and path of each file of samples, in the order of the steps."""
+    """Return step, phase and path of each file of samples in the order of steps."""
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*_data_step*.jsonl"))
     return sorted((int(name[2]), "train" if name[1] == "train" else "validation", path) for name, path in named if name)
 
@@ -57,7 +57,7 @@ def training_file(step: int) -> str:
 
 
 def summary_of(line: bytes, phase: str, step: int) -> list[Scalar] | None:
-    """Return the values of `COLUMNS` of a sample, or None if the line is no sample.
+    """Return the values of `COLUMNS` of a sample, or None if the line is not a sample.
 
     Args:
         phase: phase of the file, "train" or "validation".
@@ -93,7 +93,7 @@ def detail_of(line: bytes) -> dict[str, Any]:
     """Return the page's data of one sample, with its conversation and tokens.
 
     Raises:
-        ValueError: the line is no sample.
+        ValueError: the line is not a sample.
     """
     row = read_json(line)
     if not _is_sample(row):
@@ -117,7 +117,7 @@ def detail_of(line: bytes) -> dict[str, Any]:
 
 
 def _tokens(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of tokens, or nothing if the sample has none or has numbers that are no tokens."""
+    """Yield the columns of tokens, or nothing if the sample has none or has numbers that are not tokens."""
     ids = _list(row, "token_ids")
     if not ids or not all(type(token) is int and token >= 0 for token in ids):
         return
@@ -163,13 +163,13 @@ class SampleQuery:
     most: Mapping[str, float] = field(default_factory=dict)
     """Largest value of a column, by column."""
     text: str = ""
-    """Text that the end of the answer must contain; upper and lower case are the same."""
+    """Text that the end of the answer must contain, ignoring case."""
     first_of_step: bool = False
     """Whether only the first matching sample of each step is wanted."""
     sort: str = ""
-    """Column to sort by; "": the order of steps."""
+    """Column to sort by, or "" for the order of steps."""
     descending: bool = False
-    """Whether the largest value is first; samples without a value are last in any case."""
+    """Whether the largest value is first. Samples without a value are always last."""
     offset: int = 0
     """Number of samples before the page."""
     limit: int = 25
@@ -177,7 +177,7 @@ class SampleQuery:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> Self:
-        """Read the parameters of a request: `phase`, `step_from`, `step_to`, `text`, `sort`, `offset` and so on.
+        """Read the parameters of a request, such as `phase`, `step_from`, `step_to`, `text`, `sort` and `offset`.
 
         Raises:
             ValueError: a parameter is unknown, or its value has the wrong type.
@@ -236,7 +236,7 @@ def _number(name: str, text: str) -> float:
 logger = logging.getLogger(__name__)
 
 READ_ERRORS = (OSError, sqlite3.Error, ValueError, OverflowError, RecursionError)
-"""Errors of a full disk, and of files that are gone, damaged or not written by this library."""
+"""Errors of a full disk, and of files that are missing, damaged or not written by this library."""
 _LARGEST_EXACT = 2**53
 CHOICES = ("phase", "outcome", "task")
 """Columns whose values a page offers as filters."""
@@ -245,11 +245,11 @@ _TABLE = ", ".join(f'"{name}" {"NUMERIC" if name in _INDEX_NUMBERS else "TEXT"}'
 _SHOWN = ", ".join(f'"{name}"' for name in COLUMNS)
 
 State = tuple[int, int]
-"""Time and size of a file."""
+"""Modification time and size of a file."""
 
 
 class _Read(NamedTuple):
-    """A file that was read: its state then, and its lines that are no samples."""
+    """State of a file when it was read, and its lines that are not samples."""
 
     state: State
     num_damaged: int
@@ -261,15 +261,15 @@ class SampleIndex:
 
     run: RunFiles
     last_step: int | None = None
-    """The last step whose training samples are shown; None: all. A run that went back to an earlier checkpoint leaves
-    samples of later steps, which are hidden until it writes them again."""
+    """Last step whose training samples are shown, or None for all. After a return to an earlier checkpoint, samples of
+    later steps are hidden until the run writes them again."""
     error: str | None = None
-    """Why a file could not be read at the last reading; None if each could."""
+    """Reason why a file could not be read at the last reading, or None if each could be read."""
     has_more: bool = False
     """Whether the last reading left files for the next one."""
     _read: dict[Path, _Read] = field(default_factory=dict)
     _known: dict[int | None, dict[str, Any]] = field(default_factory=dict)
-    """Values of `known` and `choices` (see `select`) by the last step, kept until the next reading."""
+    """Values of `known` and `choices` of `select`, by the last step, kept until the next reading."""
     _table: sqlite3.Connection = field(init=False)
 
     def __post_init__(self) -> None:
@@ -288,12 +288,12 @@ class SampleIndex:
 
     @property
     def num_known(self) -> int:
-        """The number of samples that are shown, which is counted once after each reading."""
+        """Number of samples that are shown, counted once after each reading."""
         return int(self._known_now()["known"])
 
     @property
     def _valid(self) -> str:
-        """A condition in SQL that is true if the run has not gone back to a step before that of the sample."""
+        """Condition in SQL that is true unless the run has returned to a step before that of the sample."""
         return "1" if self.last_step is None else f"(phase != 'train' OR step <= {int(self.last_step)})"
 
     def is_newer(self, step: int, time: float) -> bool:
@@ -303,17 +303,17 @@ class SampleIndex:
 
     @property
     def num_damaged(self) -> int:
-        """Number of lines that are no samples."""
+        """Number of lines that are not samples."""
         return sum(file.num_damaged for file in self._read.values())
 
     def read(self, most: int | None = None) -> bool:
         """Read new files, which are always complete, and return whether there were any.
 
-        A run that restarts writes the files of steps again; their samples replace the earlier ones. A file that cannot
-        be read keeps what was read of it before, and is tried again the next time.
+        A run that restarts writes the files of steps again; their samples replace the earlier ones. If a file cannot be
+        read, its earlier content is kept, and the next call tries again.
 
         Args:
-            most: largest number of files to read; None: all.
+            most: largest number of files to read, or None for all.
         """
         num_read, error, self.has_more = 0, None, False
         for step, phase, path in self._files():
@@ -334,7 +334,7 @@ class SampleIndex:
         return num_read > 0
 
     def _files(self) -> list[tuple[int, str, Path]]:
-        """Return the files to read, without those of steps that the run repeated when it went on in a later folder."""
+        """Return the files to read, without those of steps that a later folder of the run repeated."""
         files: dict[tuple[int, str], Path] = {}
         for part in self.run.parts:
             first = part.first_step() if files else None
@@ -364,7 +364,7 @@ class SampleIndex:
                     rows.append([*summary, str(path), place, len(line)])
                 place += len(line)
         marks = ", ".join("?" * (len(COLUMNS) + 3))
-        with self._table:  # a transaction: all rows of a file or none
+        with self._table:  # a transaction stores all rows of a file or none
             self._table.execute("DELETE FROM samples WHERE file = ?", (str(path),))
             self._table.executemany(f"INSERT INTO samples ({_SHOWN}, file, place, size) VALUES ({marks})", rows)
         return _Read(state, num_damaged)
@@ -411,8 +411,8 @@ class SampleIndex:
         """Choose whole groups evenly over the steps of each phase, where a sample without a group is a group by itself.
 
         Args:
-            most: number of samples; if not even one group has so few, the first is cut.
-            among: numbers of samples to choose from; None: all.
+            most: largest number of samples. If every group has more, the first group is cut.
+            among: numbers of samples to choose from, or None for all.
 
         Returns:
             Numbers of samples.
@@ -432,7 +432,7 @@ class SampleIndex:
 
         Raises:
             IndexError: there is no such sample.
-            OSError, ValueError: its file is gone, or was written again by a run that restarted.
+            OSError, ValueError: its file is missing, or was written again by a restarted run.
         """
         found = self._table.execute("SELECT file, place, size FROM samples WHERE number = ?", (number,)).fetchone()
         if found is None:
@@ -446,7 +446,7 @@ class SampleIndex:
 
 
 def _spread(groups: list[list[int]], room: int) -> list[int]:
-    """Return the members of groups that are evenly spaced, as many as there is room for."""
+    """Return evenly spaced members of groups, as many as fit."""
     chosen: list[int] = []
     rest = [group for group in groups if len(group) <= room]
     if not rest and groups:
@@ -472,7 +472,7 @@ def _shown(row: Sequence[Scalar]) -> list[Scalar]:
 
 
 def _state(file: Path | int) -> State:
-    """Return the state of a file or of an open file, or (0, 0) if it is gone."""
+    """Return the state of a file or of an open file, or (0, 0) if it is missing."""
     try:
         found = os.stat(file)
     except OSError:

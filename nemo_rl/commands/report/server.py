@@ -1,4 +1,4 @@
-"""Serves the page of one run, also while it goes on.
+"""Serve the page of one run, also during the run.
 
     reading (a thread, at most each second) ─► RunView ─► /KEY/  /KEY/news  /KEY/samples  /KEY/samples/N
 
@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 
 _READ_EVERY_S = 1.0
 _LARGEST_SHARE = 0.05
-"""Largest share of the time in which a run that goes on is read, except for samples that were there before."""
+"""Largest share of the time in which a running run is read, except for samples that were there before."""
 _FILES_AT_ONCE = 4
-"""Files of samples that are read at a time; requests are answered in between."""
+"""Number of files of samples that are read at a time. Requests are answered in between."""
 _MOST_DIGITS = 12
 _MOST_PORTS = 20
 """Number of ports that are tried."""
 _WAIT_S = 2.0
-"""Seconds after which a request for news is answered even if there are none."""
+"""Number of seconds after which a request for news is answered even if there are none."""
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 class RunServer:
-    """The application that shows one run."""
+    """Application that shows one run."""
 
     def __init__(self, run: RunFiles) -> None:
         self.key = secrets.token_urlsafe(16)
@@ -88,7 +88,7 @@ class RunServer:
             await asyncio.sleep(0 if self._view.samples.has_more else max(_READ_EVERY_S, took_s / _LARGEST_SHARE))
 
     def _read_once(self) -> bool:
-        """Read new data and return whether the page has changed. A reading that fails is left to a later call."""
+        """Read new data and return whether the page has changed. If reading fails, a later call tries again."""
         record, error = self._view.run.record(), None
         has_news = record != self._status
         self._status = record
@@ -166,7 +166,7 @@ def serve(run: RunFiles, host: str, port: int) -> None:
 
     Args:
         host: address to listen on.
-        port: port, or the first one after it that is free; 0 takes any.
+        port: first port to try; the next free one is used, and 0 takes any free port.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -181,7 +181,7 @@ def serve(run: RunFiles, host: str, port: int) -> None:
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """Listen on a port, or on one of the next ones if it is taken."""
+    """Listen on a port, or on one of the next ports if it is in use."""
     last = port + _MOST_PORTS - 1
     while True:
         try:

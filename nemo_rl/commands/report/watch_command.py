@@ -1,4 +1,4 @@
-"""Defines the command line of `nemo_rl watch`.
+"""Define the command line of `nemo_rl watch`.
 
 The module imports little, so that the help appears immediately. Invariant: files of the run are only read.
 """

@@ -1,4 +1,4 @@
-"""Lists the sizes that a model may have on its ranks, writes them as keys of its section, and estimates their seconds.
+"""List possible sizes of a model on its ranks, write them as keys of its section, and estimate their seconds.
 
 Sizes are powers of two, because the numbers of GPUs, heads and rows usually are. Invariant: a candidate divides the
 ranks; whether it is allowed otherwise is checked by the rules of the configuration and the backend.
@@ -16,7 +16,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import microbatch_tokens
 
 MOST_TOKENS = 65536
-"""Largest number of tokens of a microbatch on a rank that is proposed, because larger products are not faster."""
+"""Largest proposed number of tokens of a microbatch on a rank. Larger products are not faster."""
 _SHORTEST_PART = 2048
 _MOST_STAGES, _MOST_EXPERT_RANKS, _MOST_CONTEXT = 16, 64, 16
 Recompute = Literal["none", "selective", "full"]
@@ -29,14 +29,14 @@ class Candidate:
     layout: ParallelLayout
     """Sizes of the parallel axes."""
     recompute: Recompute
-    """Activations that the backward pass computes again."""
+    """Activations that the backward pass recomputes."""
     offload: bool
     """Whether the optimizer state (with DTensor also the weights) is in host memory."""
     rows: int
     """Rows of maximum length in a microbatch."""
 
     def divisions(self) -> int:
-        """Return the product of the sizes that divide the model or the rows, of which small ones are preferred."""
+        """Return the product of the sizes that divide the model or the rows. Smaller products are preferred."""
         axes = self.layout
         return axes.tp * axes.cp * axes.pp * axes.ep
 
@@ -151,7 +151,7 @@ def _megatron_options(
 
 
 def _last_stage(layers: int, stages: int) -> int:
-    """Return the layers that the last stage has if all others have equally many, rounded up."""
+    """Return the layers of the last stage if all other stages have equally many, rounded up."""
     return layers - (stages - 1) * ceil(layers / stages)
 
 
@@ -175,7 +175,7 @@ HOST_LINK_GB_S = 25.0
 HOST_MEMORY_GB_S = 10.0
 """Bandwidth of host memory for the optimizer of one rank."""
 _COMPUTED_AGAIN = {"none": 0.0, "selective": 0.15, "full": 1.0}
-"""Share of a forward pass that a backward pass computes again, by kind of recomputation."""
+"""Share of a forward pass that a backward pass recomputes, by kind of recomputation."""
 _TWO_BYTES, _FOUR_BYTES, _STATE_BYTES = 2, 4, 16
 
 
@@ -184,7 +184,7 @@ class Seconds:
     """Seconds of an update of one model."""
 
     compute: float
-    """The longest of computation, start of kernels, and gathering of weights."""
+    """Longest of computation, start of kernels, and gathering of weights."""
     tensor: float
     """Exchanges between tensor-parallel ranks."""
     context: float
@@ -196,7 +196,7 @@ class Seconds:
     bubble: float
     """Time in which pipeline stages wait for each other."""
     offload: float
-    """Copies from and to host memory, and the optimizer there."""
+    """Copies from and to host memory, and the optimizer step there."""
 
     @property
     def total(self) -> float:
@@ -233,14 +233,14 @@ class _Update:
 
     @property
     def passes(self) -> float:
-        """Cost of a microbatch in forward passes, where a backward pass is two, or one without gradients of weights."""
+        """Cost of a microbatch in forward passes. A backward pass costs two, or one without gradients of weights."""
         if not self.job.role.trains:
             return 1.0
         return (2.0 if self.job.adapts else 3.0) + _COMPUTED_AGAIN[self.candidate.recompute]
 
     @property
     def reduces(self) -> bool:
-        """True if all weights have gradients and optimizer state, which are small for adapters."""
+        """Whether all weights have gradients and optimizer state, which are small for adapters."""
         return self.job.role.trains and not self.job.adapts
 
     @property

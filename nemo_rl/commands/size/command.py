@@ -1,4 +1,4 @@
-"""Defines the command line of `nemo_rl size`.
+"""Define the command line of `nemo_rl size`.
 
 The module imports little, so that the help appears immediately. Invariant: the exit status is 0 only for a proposal
 that fits; it is 1 if nothing fits, and 2 if the command line or the configuration is wrong.

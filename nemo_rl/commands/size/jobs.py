@@ -1,4 +1,4 @@
-"""Describes one model whose sizes are searched: its section, its ranks, the rows of an update, counts of parameters.
+"""Describe one model whose sizes are searched: its section, its ranks, the rows of an update, counts of parameters.
 
 Invariant: nothing in a job depends on the sizes that are searched.
 """
@@ -52,8 +52,8 @@ GPUS = {
         GpuKind("rtx4090", 24.0, 165.2, 1008.0, 32.0, 3.0),
     )
 }
-"""GPUs by name; the SXM module if there are several kinds. The network has one port for each GPU: of 400 Gb/s for
-Hopper and Blackwell, 200 Gb/s for Ampere, 100 Gb/s for L40S, and 25 Gb/s for a desktop card."""
+"""GPUs by name. If a GPU has several kinds, the name means the SXM module. The network has one port for each GPU: of
+400 Gb/s for Hopper and Blackwell, 200 Gb/s for Ampere, 100 Gb/s for L40S, and 25 Gb/s for a desktop card."""
 
 _SIZE = re.compile(r"([\d.]+)\s*(GiB|MiB)?", re.IGNORECASE)
 
@@ -62,7 +62,7 @@ def memory_of(text: str) -> float:
     """Read a memory size such as `80GiB`, in GiB.
 
     Raises:
-        ConfigError: the text is no positive size in GiB or MiB.
+        ConfigError: the text is not a positive size in GiB or MiB.
     """
     found = _SIZE.fullmatch(text.strip())
     number = float(found[1]) if found and found[1].count(".") <= 1 and found[1] != "." else 0.0
@@ -77,8 +77,8 @@ def chosen_gpu(name: str | None, memory_gib: float | None) -> GpuKind:
     """Return the kind of GPU that the command line names, with its memory.
 
     Args:
-        name: name of the GPU in `GPUS`; None takes the speeds of the first one.
-        memory_gib: its memory; None takes that of the table.
+        name: name of the GPU in `GPUS`; if None, the speeds of the first one.
+        memory_gib: its memory in GiB, or None for that of the table.
 
     Raises:
         ConfigError: the name is unknown.
@@ -169,7 +169,7 @@ class Job:
 
     @cached_property
     def text(self) -> Any:
-        """The part of the configuration about language."""
+        """Part of the configuration about language."""
         return self.model.get_text_config()
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Joins the sizes of all models and engines of a run into a proposal that fits.
+"""Join the sizes of all models and engines of a run into a proposal that fits.
 
-Models next to the policy come first, then the policy, then the engines in the memory that is left. If no engine fits
-next to the fastest sizes of the policy, the next ones are tried. Invariant: a proposal has passed the rules of the
+Models next to the policy come first, then the policy, then the engines in the remaining memory. If no engine fits next
+to the fastest sizes of the policy, slower sizes are tried. Invariant: a proposal has passed the rules of the
 configuration, the checks of its backends and the forecast of memory that `--dry-run` makes.
 """
 
@@ -33,13 +33,13 @@ class Proposal:
     values: Mapping[str, Any]
     """Values by dotted key."""
     config: MasterConfig
-    """The run with these values, and with model configurations that exist on this machine."""
+    """Configuration of the run with these values, and with model configurations that exist on this machine."""
     models: Mapping[str, Fitting]
-    """The sizes of each model, by name."""
+    """Sizes of each model, by name."""
     searches: Mapping[str, Search]
-    """The search that found the sizes of each model, by name."""
+    """Search that found the sizes of each model, by name."""
     engine: EngineChoice | None
-    """Sizes of the engines; None if nothing is sampled."""
+    """Sizes of the engines, or None if nothing is sampled."""
     forecast: MemoryForecast
     """Predicted memory."""
     headroom: float
@@ -52,14 +52,14 @@ class Proposal:
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds of a step: sampling and training, or the longer of them with an overlap."""
+        """Estimated seconds of a step: the sum of sampling and training, or the longer of the two if they overlap."""
         sampling = self.engine.seconds if self.engine else 0.0
         overlaps = isinstance(self.config, RolloutMasterConfig) and self.config.algorithm.overlap.mode != "none"
         return max(sampling, self.train_seconds) if overlaps else sampling + self.train_seconds
 
 
 def updates_of_a_step(config: MasterConfig) -> int:
-    """Return the optimizer updates of a step."""
+    """Return the number of optimizer updates of a step."""
     if not isinstance(config, RolloutMasterConfig):
         return 1
     samples = config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
@@ -124,7 +124,7 @@ class _Placement:
         for fitting in islice(search.fitting(without_room), _MOST_TRIED):
             chosen = values | values_of(search.job, fitting.candidate)
             engines = self._engines(search.job, chosen)
-            if not engines:  # what a layout keeps on its devices is the same for all microbatches
+            if not engines:  # a layout keeps the same on its devices for all microbatches
                 without_room.add((fitting.candidate.layout, fitting.candidate.offload))
                 continue
             found = self._complete(search.job, fitting, chosen, engines)
@@ -200,7 +200,7 @@ def placements(engines: str, config: MasterConfig) -> list[dict[str, Any]]:
     """Return the values of the keys for each way to place the engines that is tried.
 
     Args:
-        engines: what `--engines` asks for.
+        engines: value of `--engines`.
 
     Raises:
         ConfigError: the run has no engines to place, or the cluster has one GPU to divide.
@@ -217,14 +217,14 @@ def placements(engines: str, config: MasterConfig) -> list[dict[str, Any]]:
 
 
 def placed(engines: str, config: MasterConfig, gpu: GpuKind, refused: list[str] | None = None) -> Proposal | None:
-    """Propose the fastest sizes for engines that are placed as asked for.
+    """Propose the fastest sizes for the requested place of the engines.
 
     Args:
-        engines: what `--engines` asks for.
-        refused: see `propose`.
+        engines: value of `--engines`.
+        refused: as in `propose`.
 
     Raises:
-        ConfigError: see `placements` and `propose`.
+        ConfigError: as in `placements` and `propose`.
     """
     ways = placements(engines, config)
     tried = [_with(keys, propose(with_values(config, keys), gpu, refused)) for keys in ways]
@@ -232,7 +232,7 @@ def placed(engines: str, config: MasterConfig, gpu: GpuKind, refused: list[str] 
 
 
 def smallest_cluster(engines: str, config: MasterConfig, gpu: GpuKind) -> tuple[int, int] | None:
-    """Return the machines, and the GPUs of each, of the smallest common cluster above this one with sizes that fit."""
+    """Return nodes, and GPUs per node, of the smallest common cluster above this one with sizes that fit."""
     nodes, per_node = config.cluster.num_nodes, config.cluster.gpus_per_node
     more = [(1, gpus) for gpus in (2, 4, 8) if nodes == 1 and gpus > per_node]
     whole = max(per_node, _GPUS_OF_A_MACHINE) if nodes == 1 else per_node

@@ -1,4 +1,4 @@
-"""Writes a proposal: a table with reasons, overrides to paste, and a YAML file.
+"""Write a proposal: a table with reasons, overrides to paste, and a YAML file.
 
 Invariant: the overrides and the file set the same keys, and both contain the overrides that the user gave.
 """
@@ -92,7 +92,7 @@ def _data_sentence(search: Search, chosen: Candidate) -> str:
 
 
 def _compared(search: Search, fitting: Fitting, size_of: Callable[[Candidate], int]) -> str:
-    """Compare the estimate for a size with the estimates for half and twice the size."""
+    """Compare the estimate for a size with the estimates for half and double the size."""
     size, said = size_of(fitting.candidate), [f"an update takes about {_seconds(fitting.seconds)}"]
     for other in (size // 2, size * 2):
         if other:
@@ -203,7 +203,7 @@ def command_lines(config: Path, overrides: Sequence[str]) -> Iterator[str]:
 def needed_overrides(
     config: MasterConfig, values: Mapping[str, Any], load: Callable[[Sequence[str]], MasterConfig]
 ) -> dict[str, Any]:
-    """Return the values to write so that a configuration has all of them, also where keys follow others.
+    """Return the values to write so that a configuration has all of them, also if keys depend on others.
 
     Args:
         values: the proposal.

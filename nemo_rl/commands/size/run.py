@@ -1,4 +1,4 @@
-"""Runs `nemo_rl size`: searches sizes, prints the proposal, writes it, and checks it by the dry run."""
+"""Run `nemo_rl size`: searches sizes, prints the proposal, writes it, and checks it by the dry run."""
 
 import argparse
 import sys
@@ -81,7 +81,7 @@ def _read(arguments: argparse.Namespace) -> tuple[MasterConfig, type[Any]]:
 
 
 def _gpu(arguments: argparse.Namespace, config: MasterConfig) -> GpuKind:
-    """Return the GPU of the options, or else of the configuration or this machine, or one of 80 GiB."""
+    """Return the GPU of the options, else of the configuration or this machine, or else one of 80 GiB."""
     memory = memory_of(arguments.gpu_memory) if arguments.gpu_memory else None
     if memory is None and arguments.gpu is None and config.cluster.uses_gpu:
         memory = device_bytes(config.cluster) / 2**30
@@ -89,7 +89,7 @@ def _gpu(arguments: argparse.Namespace, config: MasterConfig) -> GpuKind:
 
 
 def own_sizes(local: MasterConfig, gpu: GpuKind) -> str:
-    """Return the estimate for the sizes of the configuration itself, or why they cannot be used."""
+    """Return the estimate for the configuration's own sizes, or the reason why they cannot be used."""
     broken = next(iter(local.findings()), None)
     if broken is not None:
         return f"the configuration's own sizes break a rule: {broken.strip().splitlines()[0]}"
@@ -107,10 +107,10 @@ def own_train_seconds(local: MasterConfig, gpu: GpuKind) -> float:
 
 
 def shortage_lines(engines: str, local: MasterConfig, gpu: GpuKind, refused: Sequence[str]) -> list[str]:
-    """Say what is short by how much, and how many GPUs would do.
+    """Yield lines about the missing memory, and the number of GPUs that would be enough.
 
     Args:
-        engines: value of `--engines`. If it stands for several divisions, the first one leaves the policy most.
+        engines: value of `--engines`. If it allows several divisions, the first one leaves the policy most devices.
         local: the run, as `described` returns it.
         refused: errors of backends that refused sizes which fit.
     """
@@ -128,7 +128,7 @@ def shortage_lines(engines: str, local: MasterConfig, gpu: GpuKind, refused: Seq
 
 
 def _shortage(job: Job) -> str:
-    """Return what a model lacks on its ranks, or an empty text if it fits alone."""
+    """Return the missing memory of a model on its ranks, or an empty text if the model fits alone."""
     search = Search.of(job, 1.0)
     closest = search.closest()
     if search.has_room():

@@ -1,4 +1,4 @@
-"""Finds the sizes with the fewest estimated seconds that pass the rules, the backend's checks and the memory plan.
+"""Find the sizes with the fewest estimated seconds that pass the rules, the backend's checks and the memory plan.
 
 The candidates are checked in the order of their estimates, so most of them are never checked. Invariant: the rules of
 the configuration, the training backend and its memory plan decide whether sizes are allowed, never this module.
@@ -35,13 +35,13 @@ MOST_SHARE = 0.9
 STEP_OF_SHARE = 0.05
 _ROUNDING = 1e-9
 MOST_RUNNING = 1024
-"""Answers that vLLM runs at the same time on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
+"""Number of answers that vLLM runs at the same time on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
 REACHED_MEMORY = 0.6
 """Share of the memory's bandwidth that a decoding step reaches."""
 EXCHANGE_S = 1.5e-5
-"""Seconds of a small exchange between the ranks of an engine, two in each layer."""
+"""Duration in seconds of a small exchange between the ranks of an engine. Each layer has two."""
 STEP_S = 2e-3
-"""Seconds of a decoding step that do not depend on its size."""
+"""Duration in seconds of the part of a decoding step that does not depend on its size."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class EngineChoice:
     """Sizes of the engines."""
 
     tensor: int
-    """Ranks that divide each layer."""
+    """Number of ranks that divide each layer."""
     stages: int
-    """Stages of layers."""
+    """Number of stages of layers."""
     experts: int
-    """Ranks that divide the experts."""
+    """Number of ranks that divide the experts."""
     share: float
     """`gpu_memory_utilization`."""
     engines: int
     answers: int
-    """Answers of a training step for each engine."""
+    """Number of answers of a training step for each engine."""
     room: int
-    """Answers of full length for which the engine's cache has room."""
+    """Number of answers of full length that fit into the engine's cache."""
     seconds: float
     """Estimated seconds to sample a step."""
 
@@ -80,7 +80,7 @@ def engines_of_one_rank(config: MasterConfig) -> dict[str, object]:
 
 
 def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[EngineChoice]:
-    """Return the engines that fit, the fastest first, and the fewest ranks first among equally fast engines.
+    """Return the engines that fit, the fastest first. Among equally fast engines, those with fewer ranks come first.
 
     Engines over several machines are returned only if none fits on one, because their ranks exchange through a network.
 
@@ -132,7 +132,7 @@ def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserve
 
 
 def samples_of_a_step(config: MasterConfig) -> int:
-    """Return the answers that are sampled for a step."""
+    """Return the number of answers that are sampled for a step."""
     assert isinstance(config, RolloutMasterConfig), "the run samples"
     return config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
 
@@ -150,36 +150,36 @@ def _seconds(job: Job, memory: EngineMemory, sizes: tuple[int, int], running: in
 
 
 HEADROOM = 0.95
-"""Share of the usable memory that a proposal may need: predictions were up to 6 % too low where they were measured."""
+"""Share of the usable memory that a proposal may need, because measured predictions were up to 6 % too low."""
 TIE = 0.02
 """Relative difference below which estimates count as equal."""
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """A candidate that is accepted."""
+    """Candidate that is accepted."""
 
     candidate: Candidate
     seconds: Seconds
-    """The estimate for an update."""
+    """Estimated seconds of an update."""
     plan: MemoryPlan
-    """The predicted memory of a rank."""
+    """Predicted memory of a rank."""
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A candidate that is not accepted."""
+    """Candidate that is not accepted."""
 
     candidate: Candidate
     reason: str
-    """The rule that it breaks, or the memory that it lacks, in one sentence."""
+    """Rule that the candidate breaks, or memory that it lacks, in one sentence."""
     needs: float = 0.0
-    """Predicted bytes of a rank; 0 if a rule decided."""
+    """Predicted bytes of a rank, or 0 if a rule decided."""
 
 
 @dataclass
 class Search:
-    """The candidates of a job, the fastest first, and the results of their checks."""
+    """Candidates of a job, the fastest first, and the results of their checks."""
 
     job: Job
     usable: float
@@ -242,11 +242,11 @@ class Search:
         return next(filter(None, self._broken.values()), nothing)
 
     def has_room(self) -> bool:
-        """Return whether one of the candidates that need the least memory fits, without offload."""
+        """Return whether a candidate that needs the least memory fits without offload."""
         return any(isinstance(self.judge(candidate), Fitting) for candidate in self._smallest())
 
     def _smallest(self) -> list[Candidate]:
-        """Return the candidates with the smallest microbatch and everything computed again, without offload."""
+        """Return the candidates with the smallest microbatch and full recomputation, without offload."""
         hows = {candidate.recompute for candidate in self.ranked}
         most = "full" if "full" in hows else "none"
         rows = min((candidate.rows for candidate in self.ranked), default=1)
@@ -285,7 +285,7 @@ class Search:
         return frozenset(text for text in found if job.name not in text)
 
     def _broken_rule(self, candidate: Candidate) -> str:
-        """Return the first rule that a layout breaks, whatever the engines' own sizes, or "" if it breaks none."""
+        """Return the first rule that a layout breaks for any sizes of engines, or "" if it breaks none."""
         job = self.job
         changed = with_values(job.config, engines_of_one_rank(job.config) | values_of(job, candidate))
         found = next((text for text in changed.findings() if text not in self._of_others), None)

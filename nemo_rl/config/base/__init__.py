@@ -1,1 +1,1 @@
-"""Shared parts of all sections: base class, interpolation, names of built-in parts, paths."""
+"""Provide the common parts of all sections: base class, interpolation, names of built-in parts, paths."""

@@ -1,8 +1,8 @@
-"""Fills in the defaults of a tree of plain values, before its types are checked.
+"""Fill in the defaults of a tree of plain values, before its types are checked.
 
 A default that follows other keys is an OmegaConf interpolation in the schema (`section.derived`), so that files may
 refer to its value. Keys that depend on typed values are filled afterwards, by `config.runs.dependent_keys`. Invariant:
-this module is the only one that fills in defaults of the schema.
+only this module fills in defaults of the schema.
 """
 
 import copy
@@ -47,7 +47,7 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
 
 
 def register_omegaconf_resolvers() -> None:
-    """Register `mul`, `div` (true division), `add` and `max` with OmegaConf, also if they are registered already."""
+    """Register `mul`, `div` (true division), `add` and `max` with OmegaConf, even if they are already registered."""
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)
@@ -58,7 +58,7 @@ _REQUIRED = object()
 
 
 def fill_defaults(section: type[BaseModel], tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Add the defaults of all keys that `tree` leaves out, in it and in the sections below it.
+    """Add the defaults of all keys that are missing in `tree` and in the sections below it.
 
     Args:
         section: schema of `tree`.
@@ -97,7 +97,7 @@ def _fill(slot: Slot, value: Any, path: str, derived: dict[str, Any]) -> Any:
 
 
 def _default(section: type[BaseModel], name: str) -> Any:
-    """Return the default of a key as a plain value, interpolation text or `???`."""
+    """Return the default of a key as a plain value, an interpolation text or `???`."""
     inherits = getattr(section, "inherits", "")
     if inherits:
         return f"${{{inherits}.{name}}}"
@@ -153,7 +153,7 @@ def resolve_alone(section: type[BaseModel], filled: dict[str, Any], derived: Map
 
 
 def plain_values(value: Any) -> Any:
-    """Convert sections, tuples and paths to the dicts, lists and texts that YAML would give."""
+    """Convert sections, tuples and paths to the dicts, lists and texts of YAML."""
     if isinstance(value, BaseModel):
         return plain_values(value.model_dump())
     if isinstance(value, Mapping):

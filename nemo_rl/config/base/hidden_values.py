@@ -1,8 +1,8 @@
-"""Finds the values of a configuration that files and trackers must not show: secrets.
+"""Find the secrets of a configuration, which files and trackers must not show.
 
 A text that is read from the environment (`${oc.env:NAME}`, also through other keys) is written as its interpolation. A
-text under a name that secrets have, such as API_KEY or password, and the login in a URL are written as `***`.
-Invariant: `public_values` is the only way in which a configuration leaves the processes of a run.
+text with the name of a secret, such as API_KEY or password, and the login in a URL are written as `***`. Invariant:
+`public_values` is the only way in which a configuration leaves the processes of a run.
 """
 
 import re
@@ -17,23 +17,23 @@ type Place = tuple[str | int, ...]
 """Path of a value in a configuration."""
 
 HIDDEN = "***"
-"""Text that replaces a secret which is written literally in the configuration."""
+"""Text that replaces a secret that is written literally in the configuration."""
 
 _FROM_ENVIRONMENT = "${oc.env:"
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}:,]*)\}")
 _VARIABLE = re.compile(r"[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH)[A-Z0-9_]*")
-"""Names of environment variables that hold secrets."""
+"""Pattern of names of environment variables with secrets."""
 _KEY = re.compile(
     r"(.*_)?(api_?key|secret|secret_key|passw(or)?d|credentials?|(access|auth|hf|api)_token|authorization|bearer)"
 )
-"""Names of keys that hold secrets."""
+"""Pattern of names of keys with secrets."""
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
-"""The login in a URL."""
+"""Pattern of the login in a URL."""
 _ABSENT = object()
 
 
 def hidden_values(unresolved: Mapping[str, Any], values: Mapping[str, Any]) -> dict[Place, str]:
-    """Return the text to write instead of each secret, as a dict by the path of the secret.
+    """Return the text that is written instead of each secret, by the path of the secret.
 
     Args:
         unresolved: plain dicts and lists, with interpolations.
@@ -44,7 +44,7 @@ def hidden_values(unresolved: Mapping[str, Any], values: Mapping[str, Any]) -> d
     plain = {place: without_secret(str(place[-1]), text) for place, text in texts.items() if "${" not in text}
     found |= {place: shown for place, shown in plain.items() if shown != texts[place]}
     before = -1
-    while before < len(found):  # until no further key refers to a place that was found
+    while before < len(found):  # until no more keys refer to found places
         before = len(found)
         for place, text in texts.items():
             if place not in found:
@@ -53,7 +53,7 @@ def hidden_values(unresolved: Mapping[str, Any], values: Mapping[str, Any]) -> d
 
 
 def _copies(place: Place, text: str, found: Mapping[Place, str]) -> dict[Place, str]:
-    """Return the places to which the interpolations of a text copy hidden values, each with the text to write there."""
+    """Return the places to which a text's interpolations copy hidden values, with the text to write there."""
     copies: dict[Place, str] = {}
     for dots, name in _REFERENCE.findall(text):
         target: Place = (*(place[: -len(dots)] if dots else ()), *(_part(each) for each in name.split(".") if each))
@@ -70,7 +70,7 @@ def _part(text: str) -> str | int:
 
 
 def without_secret(name: str, text: str) -> str:
-    """Return a text with its secrets replaced by `***`, where `name` is the key or the variable that holds the text."""
+    """Return a text with its secrets replaced by `***`. `name` is the key or the variable of the text."""
     is_secret = _VARIABLE.fullmatch(name) if name.isupper() else _KEY.fullmatch(name.lower())
     return HIDDEN if is_secret and text else _LOGIN.sub(f"{HIDDEN}@", text)
 
@@ -87,7 +87,7 @@ def _texts(tree: Any, place: Place) -> Iterator[tuple[Place, str]]:
 
 
 def places_still_hidden(values: Any) -> list[Place]:
-    """Return the places where a file of a run has `***` instead of a secret, which the user has to give again."""
+    """Return the places where a run's file has `***` instead of a secret, which the user must give again."""
     return [
         place
         for place, text in _texts(values, ())
@@ -96,10 +96,10 @@ def places_still_hidden(values: Any) -> list[Place]:
 
 
 def public_values(config: BaseModel, mode: Literal["json", "python"] = "json") -> dict[str, Any]:
-    """Return the values of a configuration as files and trackers may show them.
+    """Return the values of a configuration in the form that files and trackers may show.
 
     Args:
-        mode: `json` gives only values that JSON can hold, `python` gives those of pydantic's `model_dump`.
+        mode: `json` yields only values that JSON can represent, `python` those of pydantic's `model_dump`.
     """
     values = config.model_dump(mode=mode)
     for place, text in hidden_in(config).items():
@@ -129,7 +129,7 @@ def public_text(text: str, config: BaseModel) -> str:
 
 
 def _where(place: Place, values: Mapping[str, Any]) -> Iterator[Place]:
-    """Yield the places at which a configuration has the value of `place` in a file: there, or in `Section.rest`."""
+    """Yield the places at which a configuration has a file's value of `place`: there, or in `Section.rest`."""
     if value_at(values, place, _ABSENT) is not _ABSENT:
         yield place
         return

@@ -1,6 +1,6 @@
-"""Lists the names that keys accept: names of data sets, without importing their code, and of parts of a run.
+"""List the names that keys accept: data sets (without importing their code) and parts of a run.
 
-A key that chooses a part takes a built-in name or the dotted path of a class.
+A key that selects a part accepts a built-in name or the dotted path of a class.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ ARITHMETIC_PREFERENCE = "arithmetic_preference"
 EPISODES = "episodes"
 PROMPTS = "PromptDataset"
 ROW = "row"
-"""Key in the metadata of a sample that holds the columns of its row, if the environment gets them."""
+"""Key in a sample's metadata with the columns of its row, if the environment gets them."""
 PLAIN_TEXT = "arrow_text"
 NEMO_GYM_ROWS = "NemoGymDataset"
 ARITHMETIC_PRODUCTS = "arithmetic_products"
@@ -29,7 +29,7 @@ GENERATED_DATASETS = {
     ARITHMETIC_SFT: "openai_format",
     ARITHMETIC_PREFERENCE: "BinaryPreferenceDataset",
 }
-"""Data sets that generate their rows, each with the data set that reads rows of the same kind from `data_path`."""
+"""Data sets that generate their rows, with the data set that reads such rows from `data_path`."""
 
 RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "OpenMathInstruct-2",
@@ -60,7 +60,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     EPISODES,
     NEMO_GYM_ROWS,
 )
-"""Built-in response data sets; `ResponseDataset` reads `data_path`; a dotted path names a user's class."""
+"""Built-in response data sets. `ResponseDataset` reads `data_path`. A dotted path names a user's class."""
 
 PREFERENCE_DATASET_NAMES: tuple[str, ...] = (
     "HelpSteer3",
@@ -69,7 +69,7 @@ PREFERENCE_DATASET_NAMES: tuple[str, ...] = (
     "PreferenceDataset",
     ARITHMETIC_PREFERENCE,
 )
-"""Built-in preference data sets; the generic ones read `data_path`."""
+"""Built-in preference data sets. The generic data sets read `data_path`."""
 
 FEEDBACK_DATASET_NAMES: tuple[str, ...] = ("BinaryFeedbackDataset",)
 """Built-in data sets of single labelled answers, for KTO."""
@@ -84,16 +84,16 @@ VALIDATION_METRICS: tuple[str, ...] = (
     "truncation_rate",
     PASS_K,
 )
-"""Metrics of a validation that samples answers; pass_k exists only with several answers per prompt."""
+"""Metrics of a validation that samples answers. pass_k exists only with several answers per prompt."""
 
 VERSION_METRICS: tuple[str, ...] = ("min_weight_version", "max_weight_version")
-"""Metrics of a validation that runs while training goes on: the oldest and newest weights that wrote answers."""
+"""Metrics of a validation during training: the oldest and newest weights that wrote answers."""
 
 SFT_VALIDATION_METRICS: Mapping[str, str] = {"loss": "val_loss", "num_valid_samples": "num_valid_samples"}
 """Metrics of a validation of SFT, by their names in the loss."""
 
 REVIEW_METRICS: tuple[str, ...] = ("malformed_thinking_rate", "mean_thinking_tokens", "penalized_")
-"""Metrics, or beginnings of their names, of runs that look for thinking and penalties in answers."""
+"""Metrics of runs that search answers for thinking and penalties, or prefixes of their names."""
 
 MACHINE_METRICS = "ray"
 """Prefix of the metrics of machines. Their steps are seconds, not steps of training."""
@@ -108,7 +108,7 @@ BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
 """Environments of the library, as `nemo_rl.environments` registers them."""
 
 NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("mmau", "vlm")
-"""Environments of NeMo RL that do not exist here; a user's environment may have these names."""
+"""Environments of NeMo RL that do not exist here. A user's environment may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (
     *("HelpSteer3", "Nemotron-Cascade-2-SFT-Math", "audiomcq", "avqa"),
@@ -122,16 +122,16 @@ OWN_CLASS = "the dotted path of a class"
 
 @dataclass(frozen=True)
 class PartName:
-    """Restricts a key to built-in names and dotted paths."""
+    """Restrict a key to built-in names and dotted paths."""
 
     names: tuple[str, ...]
     """Built-in names."""
     not_built: Mapping[str, str] = field(default_factory=dict)
-    """Names of NeMo RL whose features do not exist here yet, each with the feature."""
+    """Names of NeMo RL whose features do not exist here yet, with the feature."""
 
     @property
     def allowed(self) -> str:
-        """The accepted values as text for the user."""
+        """Return the accepted values as text for the user."""
         return " or ".join([*self.names, OWN_CLASS])
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -1,9 +1,9 @@
-"""Defines the base class of all config sections, which declare the default of each key and refuse unknown keys.
+"""Define the base class of config sections, which declare the default of each key and refuse unknown keys.
 
-Section files (grpo.py, policy.py, ...) declare keys; load.py reads files into them. Defaults that follow from other
+Section files (grpo.py, policy.py, ...) declare keys, and load.py reads files into them. Defaults that follow from other
 keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`. A section can be used as a mapping
-too (`config["policy"]["model_name"]`, `**config.loss_fn`). Invariant: a built section holds plain values only; all
-interpolations are resolved during construction.
+too (`config["policy"]["model_name"]`, `**config.loss_fn`). Invariant: a built section holds only plain values, because
+construction resolves all interpolations.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from nemo_rl.config.base.structure import Slot, has_key, known_keys
 from nemo_rl.utils.errors import ConfigError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-"""A seed of random numbers; seeds derived from it fit into the same 63 bits."""
+"""A seed of random numbers. Derived seeds fit into the same 63 bits."""
 
 
 def derived(interpolation: str) -> Any:
     """Declare a key whose default follows other keys.
 
     Args:
-        interpolation: the default, e.g. `${.train_micro_batch_size}`; relative where the section may be
-            reused at another place.
+        interpolation: the default, e.g. `${.train_micro_batch_size}`. It is relative if the section may be used at
+            several places.
     """
     return Field(default=interpolation)
 
@@ -73,14 +73,14 @@ class Section(BaseModel):
     decided_by: ClassVar[str] = ""
 
     _other_section: Section | None = PrivateAttr(default=None)
-    """Sibling section whose keys may be read and written here too (`written_in`)."""
+    """Sibling section whose keys can be read and written here too (`written_in`)."""
 
     @classmethod
     def build(cls, **values: Any) -> Self:
         """Make a section in code, with derived defaults filled in.
 
-        A derived default that looks outside the section (for example `data.max_input_seq_length`,
-        which follows the policy's length) becomes null if the key allows null.
+        A derived default that depends on other sections (for example `data.max_input_seq_length`, which follows the
+        policy's length) becomes null if the key allows null.
 
         Example:
             >>> PolicyConfig.build(model_name="gpt2", train_micro_batch_size=2).logprob_batch_size
@@ -102,7 +102,7 @@ class Section(BaseModel):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Return the keys that have no effect in a section with these values, with the reason for the user."""
+        """Return the keys that have no effect in a section with these values, each with the reason."""
         return {**cls.ignored, **cls.idle}
 
     @model_validator(mode="before")
@@ -123,12 +123,12 @@ class Section(BaseModel):
         return self
 
     def _introduce(self) -> None:
-        """Give each section below a reference to the sibling whose keys it accepts too."""
+        """Give each section below a reference to the sibling section whose keys it also accepts."""
         for other, own in self.written_in.items():
             getattr(self, other)._other_section = getattr(self, own)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of a key by its other name, or the value of a key of the sibling section."""
+        """Return a key's value by its other name, or the value of a key of the sibling section."""
         if name in type(self).renamed:
             return getattr(self, type(self).renamed[name])
         if (
@@ -162,7 +162,7 @@ class Section(BaseModel):
         return getattr(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a key. A mapping is checked and filled in as if it were written in a file.
+        """Set a key. A mapping is checked and completed like one in a file.
 
         Raises:
             ConfigError: a key is unknown, or a value of a wrong type or out of range.
@@ -182,7 +182,7 @@ class Section(BaseModel):
     def __contains__(self, key: object) -> bool:
         return key in self.keys() or key in self.renamed
 
-    def __iter__(self) -> Iterator[str]:  # type: ignore[override]  # of a mapping, not pydantic's pairs
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]  # keys, as in a mapping
         return iter(self.keys())
 
     def keys(self) -> KeysView[str]:
@@ -207,10 +207,10 @@ class Section(BaseModel):
 
 
 def with_rest(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys that a section does not declare into the mapping that takes such keys (`rest`)."""
+    """Move the keys that a section does not declare into its mapping for such keys (`rest`)."""
     own, rest = known_keys(section), values.get(section.rest, {})
     if not isinstance(rest, Mapping):
-        return dict(values)  # pydantic refuses its type
+        return dict(values)  # pydantic refuses the other type
     others = {key: value for key, value in values.items() if key not in own}
     return {
         **{key: values[key] for key in values if key in own},
@@ -219,7 +219,7 @@ def with_rest(section: type[Section], values: Mapping[str, Any]) -> dict[str, An
 
 
 def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, Any]:
-    """Remove keys without effect or value, and refuse keys of features that do not exist yet."""
+    """Remove keys without effect or value. Refuse keys of features that do not exist yet."""
     idle = section.without_effect(values)
     given = {key: value for key, value in values.items() if value != MISSING}
     given = {key: value for key, value in given.items() if key in section.model_fields or not has_key(idle, key)}

@@ -1,9 +1,9 @@
-"""Moves keys that may be written under two names, or in two sections, to the place that the library reads.
+"""Move keys with two possible names or sections to the place that the library reads.
 
 NeMo RL has the settings of every engine under `vllm_cfg`; here they are keys of `engine` (`Section.written_in`). The
 section of its PyTorch backend is `dtensor_cfg` in some versions and `automodel_cfg` in others (`Section.renamed`).
 Files, overrides and interpolations may use either name. Keys are moved in each file before files are merged, so that a
-later file wins whichever name it uses. Invariant: in a tree that `unified` returns, each key has one place.
+later file wins under either name. Invariant: in a tree that `unified` returns, each key has one place.
 """
 
 import re
@@ -23,7 +23,7 @@ def unified(schema: type[BaseModel], tree: Any, *, newer_wins: bool = False) -> 
 
     Args:
         schema: section class of `tree`.
-        newer_wins: whether values under the other name were written later and win. If false, they must not differ.
+        newer_wins: whether values under the other name are newer and win. If false, they must not differ.
 
     Raises:
         ConfigError: a key has one value in its own section and a different one in the other section.
@@ -33,7 +33,7 @@ def unified(schema: type[BaseModel], tree: Any, *, newer_wins: bool = False) -> 
 
 
 def in_own_section(schema: type[BaseModel], text: str) -> str:
-    """Rewrite a dotted path, or the interpolations of a text, so that they name the sections that hold the keys."""
+    """Rewrite a dotted path, or a text's interpolations, to use the sections to which the keys belong."""
     for other, own in _renamed(schema).items():
         text = re.sub(rf"(?<![^.{{]){other}(?![^.}}])", own, text)
     for other, (own, keys) in _shared(schema).items():
@@ -43,7 +43,7 @@ def in_own_section(schema: type[BaseModel], text: str) -> str:
 
 @cache
 def _renamed(schema: type[BaseModel]) -> dict[str, str]:
-    """Return the own name of each key by its other name, for the keys of the section and of all sections below it."""
+    """Return the own name of each key by its other name, for the section and all sections below it."""
     found: dict[str, str] = dict(getattr(schema, "renamed", {}))
     for field in schema.model_fields.values():
         slot = Slot.of(field.annotation, field.metadata)
@@ -54,7 +54,7 @@ def _renamed(schema: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _shared(schema: type[BaseModel]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return, by the name of each other section, the name of the own section and the keys that both accept."""
+    """Return the own section's name and the keys that both sections accept, by the name of the other section."""
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
     for name, field in schema.model_fields.items():
         for below in Slot.of(field.annotation, field.metadata).sections:
@@ -74,14 +74,14 @@ def _unified(slot: Slot, tree: Any, schema: type[BaseModel], newer_wins: bool) -
     section = slot.section_for(tree)
     moved = _under_own_names(tree, getattr(section, "renamed", {}), newer_wins)
     for other, own in getattr(section, "written_in", {}).items():
-        both = (moved.get(other), moved.get(own) or {})  # the schema itself refuses values that are no section
+        both = (moved.get(other), moved.get(own) or {})  # the schema refuses values that are not sections
         if section is not None and all(isinstance(part, Mapping) for part in both):
             moved[other], moved[own] = _moved(moved, other, own, _shared(section)[other][1], newer_wins)
     return {key: _unified(slot.child(key, moved) or FREE, value, schema, newer_wins) for key, value in moved.items()}
 
 
 def _under_own_names(tree: Mapping[str, Any], names: Mapping[str, str], newer_wins: bool) -> dict[str, Any]:
-    """Return a mapping with the own name of each key in place of its other name."""
+    """Return a mapping with each key's own name instead of its other name."""
     renamed = {names.get(key, key): value for key, value in tree.items()}
     for other, own in names.items():
         if other in tree and own in tree:

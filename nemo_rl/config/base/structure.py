@@ -1,8 +1,8 @@
-"""Reads the structure of the schema: the allowed keys at each place of a config tree.
+"""Read the structure of the schema: the allowed keys at each place of a config tree.
 
-Loading, key checks, overrides and the reference page use this module instead of inspecting pydantic types themselves.
-Invariant: a `Slot` describes places in a tree of plain dicts and lists; it never holds a value. Every pydantic model of
-this package is a `Section` (section.py), so "a section" is "a model" here.
+Loading, key checks, overrides and the reference page use this module instead of inspecting pydantic types. Invariant: a
+`Slot` describes places in a tree of plain dicts and lists, and never holds a value. Every pydantic model of this
+package is a `Section` (section.py), so "a section" is "a model" here.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from nemo_rl.config.base.names import PartName
 
 @dataclass(frozen=True)
 class NamedSections:
-    """Marks a `dict[str, Any]` in which some names hold a section and all other names are free."""
+    """Mark a `dict[str, Any]` in which some names hold a section and all other names are free."""
 
     typed_dict: type
     """A `TypedDict` whose keys are the names with a schema."""
     switches: tuple[tuple[str, str], ...] = ()
-    """Keys that may be written next to the sections, each with the section that has it."""
+    """Keys that may be written next to the sections, with the section to which each belongs."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._unified, handler.generate_schema(self.typed_dict))
 
     def _unified(self, values: Any) -> Any:
-        """Move each switch into its section, but drop a switch that is off if its section is not written."""
+        """Move each switch into its section. Drop a switch that is off if its section is not written."""
         if not isinstance(values, Mapping):
             return values
         moved = {key: value for key, value in values.items() if key not in dict(self.switches)}
@@ -58,17 +58,17 @@ class Slot:
     """One place of the config tree."""
 
     sections: tuple[type[BaseModel], ...] = ()
-    """Classes that a mapping at this place may be."""
+    """Classes of a mapping at this place."""
     item: Slot | None = None
-    """The place of a list's elements, if this may be a list."""
+    """Place of the list elements, if this may be a list."""
     values: Slot | None = None
-    """The place of each value, if this is a mapping from free names to sections."""
+    """Place of the values, if this is a mapping from free names to sections."""
     named: NamedSections | None = None
-    """Names with a schema in an otherwise free mapping."""
+    """Names with a schema in a mapping that is otherwise free."""
     annotation: Any = None
-    """The type written in the schema (None for free places)."""
+    """The type in the schema. None for free places."""
     metadata: tuple[Any, ...] = ()
-    """Constraints that pydantic moved off the annotation."""
+    """Constraints that pydantic has moved out of the annotation."""
 
     @classmethod
     def of(cls, annotation: Any, metadata: Iterable[Any] = ()) -> Slot:
@@ -93,23 +93,23 @@ class Slot:
 
     @property
     def optional(self) -> bool:
-        """True if null is an allowed value with its own meaning."""
+        """Return True if null is an allowed value with its own meaning."""
         return self.annotation is None or type(None) in _options(self.annotation)
 
     @property
     def takes_numbers_only(self) -> bool:
-        """True if this is a place for a number, or for a number or null."""
+        """Return True if this is a place for a number, or for a number or null."""
         options = [option for option in _options(self.annotation) if option is not type(None)]
         return bool(options) and all(option in (int, float) for option in options)
 
     @property
     def is_mapping(self) -> bool:
-        """True if this is a mapping for which null has no meaning of its own."""
+        """Return True if this is a mapping for which null has no meaning of its own."""
         kinds = [*self.sections, *(a for a in _options(self.annotation) if get_origin(a) is dict)]
         return bool(kinds) and not self.optional
 
     def section_for(self, keys: Iterable[str]) -> type[BaseModel] | None:
-        """Return the section class that a mapping with these keys most likely belongs to."""
+        """Return the section class to which a mapping with these keys most likely belongs."""
         if len(self.sections) == 1:
             return self.sections[0]
         given = set(keys)
@@ -146,7 +146,7 @@ FREE = Slot()
 
 @cache
 def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
-    """Return the place below a key of a section, or None if the section has no such key and takes no further keys."""
+    """Return the place below a key of a section. Return None if the section does not accept the key."""
     field = section.model_fields.get(key)
     if field is not None:
         return Slot.of(field.annotation, field.metadata)
@@ -168,7 +168,7 @@ def known_keys(section: type[BaseModel]) -> set[str]:
 def mappings_in(
     slot: Slot, tree: Any, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[Slot, Mapping[str, Any], tuple[str | int, ...]]]:
-    """Yield each mapping of a tree that the schema describes, as its place in the schema, the mapping and its path.
+    """Yield each mapping of a tree that the schema describes: its place in the schema, the mapping and its path.
 
     Args:
         slot: the place of `tree`.
@@ -185,7 +185,7 @@ def mappings_in(
 
 
 def find_slot(root: type[BaseModel], path: Sequence[str | int], tree: Any) -> Slot | None:
-    """Follow `path` from the root section, or return None as soon as a key is not in the schema."""
+    """Follow `path` from the root section. Return None if a key is not in the schema."""
     slot: Slot | None = Slot.of_section(root)
     for part in path:
         if slot is None:
@@ -196,7 +196,7 @@ def find_slot(root: type[BaseModel], path: Sequence[str | int], tree: Any) -> Sl
 
 
 def value_at(tree: Any, path: Sequence[str | int], default: Any = None) -> Any:
-    """Return the value below `path` in plain dicts and lists, or `default` if the path does not exist."""
+    """Return the value at `path` in plain dicts and lists, or `default` if the path does not exist."""
     for part in path:
         if isinstance(tree, Mapping) and part in tree:
             tree = tree[part]

@@ -1,4 +1,4 @@
-"""Types of keys by what they hold: numbers with bounds, addresses of servers, hosts that a server listens on."""
+"""Define types of keys: bounded numbers, addresses of servers, and hosts on which a server listens."""
 
 import ipaddress
 import re
@@ -14,31 +14,31 @@ _MOST_STORED = 10**12
 _LARGEST = 1e9
 
 Workers = Annotated[int, Field(gt=0, le=_MOST_WORKERS)]
-"""Processes or threads of one machine."""
+"""Number of processes or threads of one machine."""
 WorkersOrNone = Annotated[int, Field(ge=0, le=_MOST_WORKERS)]
-"""Processes or threads of one machine; 0 for none."""
+"""Number of processes or threads of one machine, or 0 for none."""
 Count = Annotated[int, Field(gt=0, le=_MOST)]
-"""Things that are handled together or one after another: samples of a step, machines, ranks, layers, attempts."""
+"""Number of things that are processed together or in sequence: samples of a step, machines, ranks, layers, attempts."""
 CountOrZero = Annotated[int, Field(ge=0, le=_MOST)]
 """A `Count`, or 0 for none."""
 CountOrMinusOne = Annotated[int, Field(ge=-1, le=_MOST)]
-"""A `Count`, or -1, which has a meaning of its own for each key."""
+"""A `Count`, or -1 with a meaning that depends on the key."""
 Amount = Annotated[int, Field(gt=0, le=_MOST_STORED)]
-"""Things that add up over a run or fill memory: steps, rows of a data set, bytes, characters."""
+"""Number of things that accumulate over a run or fill memory: steps, rows of a data set, bytes, characters."""
 AmountOrZero = Annotated[int, Field(ge=0, le=_MOST_STORED)]
 """An `Amount`, or 0 for none."""
 AmountOrMinusOne = Annotated[int, Field(ge=-1, le=_MOST_STORED)]
-"""An `Amount`, or -1, which has a meaning of its own for each key."""
+"""An `Amount`, or -1 with a meaning that depends on the key."""
 Tokens = Annotated[int, Field(gt=0, lt=2**31)]
-"""A number of tokens. Engines and kernels number tokens with 32 bits."""
+"""Number of tokens. Engines and kernels number tokens with 32 bits."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-"""The number of a token in a vocabulary."""
+"""Id of a token in a vocabulary."""
 Mebibytes = Annotated[int, Field(gt=0, le=2**26)]
 """Memory in MiB, at most 64 TiB."""
 ProgramMebibytes = Annotated[int, Field(ge=16, le=2**26)]
-"""Memory of a program in MiB; Python does not start with less."""
+"""Memory of a program in MiB. Python does not start with less."""
 Gibibytes = Annotated[float, Field(ge=0.0625, le=2.0**16)]
-"""Memory in GiB; a process of the library does not start with less than 64 MiB."""
+"""Memory in GiB. A process of the library does not start with less than 64 MiB."""
 Seconds = Annotated[float, Field(gt=0, le=_LARGEST)]
 """A duration in seconds."""
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -46,9 +46,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 """A number of either sign, such as a reward or a limit of rewards."""
 Factor = Annotated[float, Field(gt=0, le=_LARGEST)]
-"""A number that something is multiplied with, or a norm."""
+"""A factor or a norm."""
 FactorOrZero = Annotated[float, Field(ge=0, le=_LARGEST)]
-"""A `Factor`, or 0, which switches the term off."""
+"""A `Factor`, or 0, which disables the term."""
 LearningRate = Annotated[float, Field(gt=0, le=1000)]
 """A learning rate."""
 LearningRateOrZero = Annotated[float, Field(ge=0, le=1000)]
@@ -62,7 +62,7 @@ _HIGHEST_PORT = 65535
 
 
 def is_host(name: str) -> bool:
-    """Return whether a text may be a host: an IP address, or labels of letters, digits and hyphens with dots between.
+    """Return whether a text can be a host: an IP address, or labels of letters, digits and hyphens, joined by dots.
 
     Example:
         >>> is_host("10.0.0.1"), is_host("999.1.1.1"), is_host("node-7.cluster"), is_host("a b")
@@ -73,7 +73,7 @@ def is_host(name: str) -> bool:
         return True
     except ValueError:
         labels = name.removesuffix(".").split(".")
-        if labels[-1].isdecimal():  # four numbers would be an address, and no top level has such a name
+        if labels[-1].isdecimal():  # no top-level domain is a number
             return False
         return len(name) <= _LONGEST_HOST and all(_LABEL.fullmatch(label) for label in labels)
 
@@ -85,7 +85,7 @@ def _checked_host(name: str) -> str:
 
 
 def _checked_address(address: str) -> str:
-    """Return an address of a server, without a user, a password, a query or a fragment in it."""
+    """Return a server's address. It must not contain a user, a password, a query or a fragment."""
     if problem := _problem_of(address):
         raise PydanticCustomError(
             "address",
@@ -96,7 +96,7 @@ def _checked_address(address: str) -> str:
 
 
 def _problem_of(address: str) -> str | None:
-    """Return why an address cannot be used, or None if it can be used."""
+    """Return why an address cannot be used, or None."""
     try:
         parts = urlsplit(address)
         port = parts.port
@@ -118,7 +118,7 @@ def _problem_of(address: str) -> str | None:
 
 
 Host = Annotated[str, AfterValidator(_checked_host)]
-"""The name or the IP address of a machine."""
+"""Name or IP address of a machine."""
 
 HttpAddress = Annotated[str, AfterValidator(_checked_address)]
-"""The address of a server that answers HTTP."""
+"""Address of an HTTP server."""

@@ -1,1 +1,1 @@
-"""Turns YAML files and `key=value` overrides into a checked configuration."""
+"""Convert YAML files and `key=value` overrides to a checked configuration."""

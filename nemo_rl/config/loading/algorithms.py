@@ -1,4 +1,4 @@
-"""Finds the algorithm that a configuration file is for."""
+"""Find the algorithm of a configuration file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,10 +23,10 @@ ALGORITHMS: Mapping[str, type[RunConfig]] = {
 
 
 def algorithm_of(path: str | Path) -> str:
-    """Return the algorithm that a file is for, by the sections of the file and its parents.
+    """Return the algorithm of a file, by the sections of the file and of its parents.
 
     Raises:
-        ConfigError: the file cannot be read, or it has the sections of no algorithm or of several.
+        ConfigError: the file cannot be read, or its sections belong to no algorithm or to several.
     """
     content = load_config_with_inheritance(path)
     found = [name for name in ALGORITHMS if name in content]

@@ -1,7 +1,7 @@
-"""Collects all errors of a configuration file, for users who bring configurations of NeMo RL.
+"""Collect all errors of a configuration file, for users with configurations of NeMo RL.
 
-`load_config` stops at the first stage that finds an error; here every stage continues with the keys that the stage
-before it accepted. Invariant: the errors are about keys and values; files that they name need not exist here.
+`load_config` stops at the first stage with an error. Here every stage continues with the keys that the previous stage
+accepted. Invariant: the errors are about keys and values. Files that they name need not exist on this machine.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -24,7 +24,7 @@ from nemo_rl.utils.errors import ConfigError
 def collect_errors(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -> list[str]:
     """Return the errors of a configuration, key by key, or an empty list if the configuration loads.
 
-    Rules between keys are checked only after every single key is right.
+    Rules between keys are checked only if every single key is correct.
 
     Args:
         path: YAML file.

@@ -1,9 +1,9 @@
-"""Finds the keys that a user wrote and that have no effect in the run, each with the reason.
+"""Find the written keys that have no effect in the run, with the reason.
 
-There are four kinds: keys that never have an effect (`Section.idle`, `Section.ignored`), keys of a section that is
-switched off, keys that act only where another key has certain values (`OnlyWith`), and sections that nothing of the run
-uses (`RunConfig.unused`). Invariant: a key that was written before the key that makes it idle is not reported, so a
-user who switches a feature off is not told about keys of an inherited file.
+There are four kinds: keys that never have an effect (`Section.idle`, `Section.ignored`), keys of a disabled section,
+keys that depend on certain values of another key (`OnlyWith`), and sections that the run does not use
+(`RunConfig.unused`). Invariant: a key that was written before the key that makes it idle is not reported, so a user who
+disables a feature gets no report about keys of an inherited file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class IdleKey(NamedTuple):
 
 
 def idle_keys(config: Section, values: Mapping[str, Any], sources: Sources) -> list[IdleKey]:
-    """Return the written keys without effect, or only the section if the whole section has no effect.
+    """Return the written keys without effect. If a whole section has no effect, return only the section.
 
     Args:
         config: the typed configuration.
@@ -57,14 +57,14 @@ def idle_keys(config: Section, values: Mapping[str, Any], sources: Sources) -> l
 
 
 def _unused(config: Section) -> Iterator[IdleKey]:
-    """Yield the keys that nothing of the run uses."""
+    """Yield the keys that the run does not use."""
     if isinstance(config, RunConfig):
         for key, deciders, reason in config.unused():
             yield IdleKey(_path(key), reason, [_path(each) for each in deciders])
 
 
 def _below_switch(tree: Mapping[str, Any], path: Path, sources: Sources) -> Iterator[IdleKey]:
-    """Yield the keys of a section that is switched off, if they were written after the switch."""
+    """Yield the keys of a disabled section that were written after its switch."""
     switch = (*path, _SWITCH)
     for key, value in tree.items():
         place = (*path, key)
@@ -73,7 +73,7 @@ def _below_switch(tree: Mapping[str, Any], path: Path, sources: Sources) -> Iter
 
 
 def _by_section(section: type[Section], tree: Mapping[str, Any], path: Path) -> Iterator[IdleKey]:
-    """Yield the keys that the section itself calls idle."""
+    """Yield the keys that the section itself declares as idle."""
     deciders = [(*path, section.decided_by)] if section.decided_by else []
     reasons = section.without_effect(tree)
     for key in tree:
@@ -85,7 +85,7 @@ def _by_section(section: type[Section], tree: Mapping[str, Any], path: Path) -> 
 def _by_other_keys(
     section: type[Section], tree: Mapping[str, Any], path: Path, values: Mapping[str, Any]
 ) -> Iterator[IdleKey]:
-    """Yield the keys whose condition (`OnlyWith`) does not hold."""
+    """Yield the keys whose condition (`OnlyWith`) is false."""
     for key, field in section.model_fields.items():
         for condition in field.metadata:
             if not isinstance(condition, OnlyWith) or is_off(tree.get(key)):

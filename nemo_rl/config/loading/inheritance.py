@@ -1,7 +1,7 @@
-"""Reads YAML files that inherit from others by a `defaults:` key.
+"""Read YAML files that inherit from others by a `defaults:` key.
 
 `read_layers` returns a configuration's layers, parents first. Invariants: a path in `defaults:` is relative to its
-file, or names a base file of the library. Interpolations stay unresolved, so a child also changes dependent keys.
+file, or names a base file of the library. Interpolations are not resolved, so a child file also changes dependent keys.
 """
 
 import re
@@ -20,10 +20,10 @@ from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.utils.errors import ConfigError
 
 _ODD_NUMBER = re.compile(r"[\s\[,:-][-+]?(?:\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?|0[0-7_]*[0-7])")
-"""Matches a number that YAML reads in base 60 or 8, together with the character before it."""
+"""Pattern of a number that YAML reads in base 60 or 8, with the character before it."""
 
 MOST_VALUES = 1_000_000
-"""Most values in a file after its anchors are expanded."""
+"""Largest number of values in a file after its anchors are expanded."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Layer:
 
     path: Path
     content: DictConfig
-    """The keys of the file without `defaults`, with unresolved interpolations."""
+    """The keys of the file except `defaults`, with unresolved interpolations."""
 
 
 def read_layers(path: str | Path) -> list[Layer]:
@@ -45,7 +45,7 @@ def read_layers(path: str | Path) -> list[Layer]:
         The layers in the order in which they are merged: parents left to right, then the child.
 
     Raises:
-        ConfigError: a file is missing, no valid YAML, no mapping, or inherits from itself.
+        ConfigError: a file is missing, is not valid YAML or not a mapping, or inherits from itself.
     """
     found = find_path(path)
     if found is not None:
@@ -59,7 +59,7 @@ def read_layers(path: str | Path) -> list[Layer]:
 
 
 def merge_layers(layers: Sequence[Layer]) -> DictConfig:
-    """Merge layers from left to right, honouring `_override_: true`."""
+    """Merge layers from left to right. `_override_: true` replaces whole mappings."""
     merged = OmegaConf.create()
     for layer in layers:
         merged = merge_with_override(merged, layer.content)
@@ -67,10 +67,10 @@ def merge_layers(layers: Sequence[Layer]) -> DictConfig:
 
 
 def load_config_with_inheritance(config_path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
-    """Read a file with its parents into one config, interpolations unresolved.
+    """Read a file with its parents into one config, without resolving interpolations.
 
     Args:
-        base_dir: folder for a relative `config_path`; None: the current folder.
+        base_dir: folder for a relative `config_path`; if None, the current folder.
     """
     path = Path(config_path)
     if base_dir is not None and not path.is_absolute():
@@ -79,15 +79,15 @@ def load_config_with_inheritance(config_path: str | Path, base_dir: str | Path |
 
 
 def resolve_path(base_path: Path, path: str) -> Path:
-    """Return `path` itself if absolute, else below `base_path`."""
+    """Return an absolute `path` unchanged, and a relative one below `base_path`."""
     return Path(path) if Path(path).is_absolute() else Path(base_path) / path
 
 
 def merge_with_override(base_config: DictConfig, override_config: DictConfig) -> DictConfig:
     """Merge the second config into the first, with priority for the second.
 
-    Mappings merge key by key; lists and single values are replaced. A mapping that contains
-    `_override_: true` replaces the mapping below it as a whole.
+    Mappings are merged key by key. Lists and single values are replaced. A mapping that contains `_override_: true`
+    replaces the mapping below it as a whole.
     """
     base: Any = OmegaConf.to_container(base_config, resolve=False)
     child: Any = OmegaConf.to_container(override_config, resolve=False)
@@ -139,9 +139,9 @@ def _require_regular(path: Path) -> None:
 
 
 def _refuse_surprises(path: Path) -> None:
-    """Refuse a file whose values are not what they look like, before its anchors are expanded.
+    """Refuse a file with misleading values, before its anchors are expanded.
 
-    A few lines can expand to more than memory holds, and YAML reads 1:30 as 90 and 010 as 8.
+    A few lines can expand to more values than fit into memory, and YAML reads 1:30 as 90 and 010 as 8.
     """
     text = read_text(path)
     is_plain = "*" not in text and not _ODD_NUMBER.search(text)
@@ -159,7 +159,7 @@ def _refuse_surprises(path: Path) -> None:
 
 
 def _odd_number(node: yaml.Node, seen: set[int]) -> yaml.ScalarNode | None:
-    """Return the first number of a node that YAML reads with base 60 or 8, without visiting nodes in `seen` again."""
+    """Return the first number of a node that YAML reads in base 60 or 8. Nodes in `seen` are not visited again."""
     if isinstance(node, yaml.ScalarNode):
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and node.style is None
         return node if is_number and _ODD_NUMBER.fullmatch(f" {node.value}") else None
@@ -171,7 +171,7 @@ def _odd_number(node: yaml.Node, seen: set[int]) -> yaml.ScalarNode | None:
 
 
 def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values in an expanded node, at most `MOST_VALUES + 1`, with `known` as a cache by node."""
+    """Return the number of values in an expanded node, at most `MOST_VALUES + 1`. `known` is a cache by node."""
     if id(node) not in known:
         known[id(node)] = MOST_VALUES + 1  # for a node that contains itself
         children = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []

@@ -1,4 +1,4 @@
-"""Errors of keys as short messages: unknown keys, values of a wrong type, values that no key can have.
+"""Describe errors of keys in short messages: unknown keys, values of a wrong type, impossible values.
 
 A message about an unknown key names the key that was probably meant.
 """
@@ -34,7 +34,7 @@ def refuse_unknown_keys(schema: type[BaseModel], tree: Any, where: str, variable
 
 
 def unknown_keys(schema: type[BaseModel], tree: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the path of each key that the schema does not have, with a sentence for the user."""
+    """Yield the path of each key that is not in the schema, with a sentence for the user."""
     for slot, values, path in mappings_in(Slot.of_section(schema), tree):
         for key in values:
             if key == OVERRIDE_MARKER and not isinstance(values[key], bool):
@@ -45,7 +45,7 @@ def unknown_keys(schema: type[BaseModel], tree: Any) -> Iterator[tuple[tuple[str
 
 
 def explain_unknown(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> str:
-    """Return a sentence about the first key of `path` that is unknown or not set."""
+    """Return a sentence about the first unknown or unset key of `path`."""
     slot, value = Slot.of_section(schema), tree
     for depth, key in enumerate(path):
         child = slot.child(key, value)
@@ -71,14 +71,14 @@ def _sentence(slot: Slot, key: str, parent: Sequence[str | int], value: Any, sch
 
 
 _ENTRIES = ("train", "validation", "default")
-"""Keys of `data` that only training has."""
+"""Keys of `data` that exist only in training."""
 _COLUMN_KEYS = (
     ("input_key", "problem_key", "question_key", "prompt_key"),
     ("output_key", "solution_key", "answer_key"),
 )
-"""Keys for the same column in training, in evaluation and in other programs."""
+"""Names of the same column in training, in evaluation and in other programs."""
 _OPTIMIZER_ARGUMENTS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay"}
-"""Arguments of the optimizer's class, by the names under which users write them. No section declares them."""
+"""Arguments of the optimizer's class, by the names that users write. No section declares them."""
 
 
 def _nearest(key: str, parent: Sequence[str | int], siblings: list[str], schema: type[BaseModel]) -> str | None:
@@ -104,7 +104,7 @@ def _nearest(key: str, parent: Sequence[str | int], siblings: list[str], schema:
 
 
 def _all_keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield the last part of each key's name and the dotted path of the key, with the keys of deeper sections first."""
+    """Yield the last part of each key's name with its dotted path. Keys of deeper sections come first."""
     for name, field in section.model_fields.items():
         slot = Slot.of(field.annotation, field.metadata)
         below = {type_.__name__: type_ for type_ in slot.sections}
@@ -119,19 +119,19 @@ _OWN_SENTENCES = {"metric_name", "moved", "scheduler"}
 
 
 def problem_lines(schema: type[BaseModel], details: Sequence[ErrorDetails], tree: Any, sources: Sources) -> list[str]:
-    """Return a line for each of pydantic's errors on `tree`, the values that were validated."""
+    """Return a line for each of pydantic's errors about `tree`, the validated values."""
     precise = [tuple(_path_in(tree, e["loc"])) for e in details if e["type"] not in _BRANCH_ERRORS]
     told = [e for e in details if e["type"] not in _BRANCH_ERRORS or not _covered(_path_in(tree, e["loc"]), precise)]
     return list(dict.fromkeys(_line(schema, e, tree, sources) for e in told))
 
 
 def _covered(path: Sequence[str | int], precise: Sequence[tuple[str | int, ...]]) -> bool:
-    """Return whether a more precise error is about this path or about a key below it."""
+    """Return whether a more precise error concerns this path or a key below it."""
     return any(other[: len(path)] == tuple(path) for other in precise)
 
 
 def without_followers(details: Sequence[ErrorDetails], tree: Any, unresolved: Any) -> list[ErrorDetails]:
-    """Return the errors of values that are written in files or overrides, not of keys that only refer to another key.
+    """Return the errors of values in files or overrides, without those of keys that refer to another key.
 
     Args:
         details: pydantic's errors.
@@ -158,7 +158,7 @@ def _line(schema: type[BaseModel], error: ErrorDetails, tree: Any, sources: Sour
         return f"{given}: {error['msg']}.{allowed}"
     if error["type"] in _OWN_SENTENCES:
         return f"{given}: {error['msg']}."
-    if error["type"] == "literal_error":  # pydantic would list the values of features that are not built too
+    if error["type"] == "literal_error":  # pydantic also lists values of missing features
         return f"{given} is not allowed.{allowed}"
     return f"{given} is not allowed: {_lower(error['msg'])}.{allowed}"
 
@@ -171,7 +171,7 @@ def _allowed(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> s
 
 
 def _path_in(tree: Any, loc: Sequence[str | int]) -> list[str | int]:
-    """Return the parts of pydantic's location that are keys, without its names of union members."""
+    """Return the parts of pydantic's location that are keys. Names of union members are left out."""
     path: list[str | int] = []
     for part in loc:
         here = value_at(tree, path)
@@ -191,18 +191,18 @@ def _lower(message: str) -> str:
 
 
 _LONGEST_NAME = 4096
-"""Characters of the longest path on Linux."""
+"""Number of characters of the longest path on Linux."""
 _ONE_LINE = ("name", "dir", "path", "file", "host", "url", "service", "program", "plugin", "metric", "project")
-"""Last words of the names of keys that hold names or paths, whose values must be one line."""
+"""Last words of the names of keys for names or paths, whose values must be one line."""
 _WHITE_SPACE = "\t\n\r\f\v"
 
 type Place = tuple[str | int, ...]
 
 
 def keep_sections(schema: type[BaseModel], tree: Any) -> Any:
-    """Return a copy of a file's content in which `section:` without keys is an empty mapping, which inherits all.
+    """Return a copy of a file's content in which `section:` without keys is an empty mapping, which inherits all keys.
 
-    YAML reads such a section as null. Null is kept where it has a meaning (`policy.generation`, `data.validation`).
+    YAML reads such a section as null. Null is kept if it has a meaning (`policy.generation`, `data.validation`).
     """
     return _kept(Slot.of_section(schema), tree)
 
@@ -220,7 +220,7 @@ def _kept(slot: Slot, tree: Any) -> Any:
 def unusable_values(schema: type[BaseModel], values: Any, unresolved: Any, sources: Sources) -> Iterator[str]:
     """Yield a message for each key name or value that is invalid regardless of the key's own rules.
 
-    Examples are empty strings, control characters in a text, and true or false in place of a number.
+    Examples are empty strings, control characters in a text, and true or false instead of a number.
 
     Args:
         unresolved: `values` before interpolation; a key whose value has an interpolation is skipped.
@@ -252,7 +252,7 @@ def _leaves(value: Any, path: Place) -> Iterator[tuple[Place, Any]]:
 
 
 def _problem_of(value: Any, key: str, place: Slot | None) -> str | None:
-    """Return why a key cannot have a value, or None if it can."""
+    """Return why a key cannot have a value, or None."""
     if isinstance(value, bool) and place is not None and place.takes_numbers_only:
         return " is not a number: true and false are switches"
     if not isinstance(value, str):
@@ -266,7 +266,7 @@ def _problem_of(value: Any, key: str, place: Slot | None) -> str | None:
 
 
 def _problem_of_text(text: str, *, is_name: bool) -> str | None:
-    """Return why a text cannot be used, for example because it has control characters, or None if it can be used."""
+    """Return why a text cannot be used, for example because of control characters, or None."""
     if text.isascii() and text.isprintable() and len(text) <= _LONGEST_NAME:
         return None
     allowed = "" if is_name else _WHITE_SPACE

@@ -1,8 +1,8 @@
-"""Turns YAML files and overrides into a typed, checked configuration.
+"""Convert YAML files and overrides to a typed, checked configuration.
 
-Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (key_errors.py) unless an
-override removes them or interpolations read them, merge, fill in the schema's defaults (base/defaults.py), apply
-overrides (overrides.py), resolve interpolations, validate types, fill keys that follow from typed values
+Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (key_errors.py) unless an override
+removes them or interpolations read them, merge, fill in the schema's defaults (base/defaults.py), apply overrides
+(overrides.py), resolve interpolations, validate types, fill in keys that follow from typed values
 (runs/dependent_keys.py), check keys against each other. Invariant: every error in a configuration is a `ConfigError`
 raised here, before anything starts.
 """
@@ -69,11 +69,11 @@ def load_config[Config: Section](
         path: YAML file, relative to the current folder or the repository root.
         overrides: texts in Hydra's grammar, e.g. `["grpo.seed=1", "+policy.optimizer.kwargs.amsgrad=true"]`.
         schema: the master config class of the algorithm.
-        check: also check keys against each other and look for the files they name.
+        check: also check keys against each other and check that their files exist.
         program_keys: keys that a program sets, which act like a file that inherits from `path`.
 
     Returns:
-        The configuration with plain values; paths that exist are absolute.
+        The configuration with plain values. Existing paths are absolute.
 
     Raises:
         ConfigError: a file, key, value, override or combination is wrong.
@@ -87,7 +87,7 @@ def load_config[Config: Section](
 def config_of[Config: Section](
     tree: Mapping[str, Any] | DictConfig, schema: type[Config], *, check: bool = True
 ) -> Config:
-    """Make a configuration from a dict or an OmegaConf config of a program.
+    """Make a configuration from a program's dict or OmegaConf config.
 
     Args:
         schema: the master config class of the algorithm.
@@ -100,7 +100,7 @@ def config_of[Config: Section](
 
 
 def _layer_of(tree: Mapping[str, Any] | DictConfig) -> Layer:
-    """Return keys and values of a program as a layer, like those of a file."""
+    """Return a program's keys and values as a layer, as for a file."""
     try:
         content = tree if isinstance(tree, DictConfig) else OmegaConf.create(plain_values(tree))
     except OmegaConfBaseException as error:
@@ -138,7 +138,7 @@ def without_removed(
     """Remove the unknown keys of files that an override `~key` names, so that they are not refused.
 
     Returns:
-        The files without these keys, and the other overrides.
+        The files without these keys, and the remaining overrides.
     """
     if not any(text.startswith("~") for text in overrides):
         return list(layers), list(overrides)
@@ -156,7 +156,7 @@ def without_removed(
 
 
 def variables_in(schema: type[Section], layers: Sequence[Layer]) -> set[str]:
-    """Return the keys at the top level that are no section and not in the schema, but that interpolations read."""
+    """Return the top-level keys that are neither sections nor in the schema, but that interpolations read."""
     values = {str(key): value for layer in layers for key, value in layer.content.items_ex(resolve=False)}
     keys = {key for key, value in values.items() if not isinstance(value, DictConfig)} - known_keys(schema)
     text = "\n".join(OmegaConf.to_yaml(layer.content) for layer in layers) if keys else ""
@@ -164,7 +164,7 @@ def variables_in(schema: type[Section], layers: Sequence[Layer]) -> set[str]:
 
 
 def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[str]) -> tuple[DictConfig, Sources]:
-    """Merge files, overrides and the schema's defaults, and return the unresolved tree and the source of each value.
+    """Merge files, overrides and the schema's defaults. Return the unresolved tree and the source of each value.
 
     Raises:
         ConfigError: an override is wrong.
@@ -193,7 +193,7 @@ def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[s
 
 
 def save_resolved(config: BaseModel, path: str | Path) -> None:
-    """Write all values of a configuration as YAML that `load_config` reads back equal, except hidden secrets."""
+    """Save all values of a configuration, except secrets, as YAML that `load_config` reads back as an equal one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     kept = frozenset(hidden_in(config).values())
@@ -202,7 +202,7 @@ def save_resolved(config: BaseModel, path: str | Path) -> None:
 
 
 def layers_of(schema: type[Section], files: Sequence[Layer]) -> list[Layer]:
-    """Return the layers with each key in its own section, and with `section:` without keys as an empty mapping."""
+    """Return the layers with each key in its own section, and with empty mappings for `section:` without keys."""
     return [_in_own_sections(schema, layer) for layer in files]
 
 
@@ -215,7 +215,7 @@ def _in_own_sections(schema: type[Section], layer: Layer) -> Layer:
 
 
 def _names_elsewhere(schema: type[Section], override: Override) -> bool:
-    """Return whether the mapping that an override sets has keys to be moved to another section."""
+    """Return whether the mapping of an override has keys that move to another section."""
     value = None if override.type == OverrideType.DEL else override.value()
     if not isinstance(value, dict):
         return False
@@ -228,7 +228,7 @@ def validated[Config: Section](
 ) -> tuple[Config, dict[str, Any]]:
     """Return the typed configuration and its plain values.
 
-    A wrong value is reported for the key where it is written, not for keys that refer to it.
+    A wrong value is reported for the key in which it is written, and not for keys that refer to it.
 
     Raises:
         ConfigError: with a line for each wrong value and each key of a feature that does not exist yet.
@@ -241,7 +241,7 @@ def validated[Config: Section](
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
     known = known_keys(schema)
-    values = {key: value for key, value in values.items() if has_key(known, key)}  # drops variables of interpolations
+    values = {key: value for key, value in values.items() if has_key(known, key)}  # without variables of interpolations
     lines = [*_take_out_not_built(schema, values, sources), *unusable_values(schema, values, unresolved, sources)]
     try:
         config = schema.model_validate(values)
@@ -266,7 +266,7 @@ def validated[Config: Section](
 
 
 def _details_of(error: ValidationError) -> list[ErrorDetails]:
-    """Return pydantic's errors, or none if a text is not UTF-8, because `unusable_values` reports such a text."""
+    """Return pydantic's errors. Return none if a text is not UTF-8, because `unusable_values` reports such a text."""
     try:
         return error.errors()
     except UnicodeEncodeError:
@@ -274,7 +274,7 @@ def _details_of(error: ValidationError) -> list[ErrorDetails]:
 
 
 def _take_out_not_built(schema: type[Section], values: Any, sources: Sources) -> list[str]:
-    """Delete keys that switch on features that do not exist yet, and return a line for each."""
+    """Delete keys that switch on features that do not exist yet. Return a line for each."""
     lines = []
     for slot, below, path in list(mappings_in(Slot.of_section(schema), values)):
         for key, refusal in list(slot.later_for(below).switched_on(below)):
@@ -295,7 +295,7 @@ def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigErro
 
 
 def _escaped(value: Any, kept: Collection[str]) -> Any:
-    """Escape `${` in texts, except for interpolations to keep, so that reading them back resolves nothing."""
+    """Escape `${` in texts except in interpolations to keep, so that reading the texts back resolves nothing."""
     if isinstance(value, dict):
         return {key: _escaped(below, kept) for key, below in value.items()}
     if isinstance(value, list):

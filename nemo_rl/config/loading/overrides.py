@@ -1,8 +1,8 @@
-"""Command-line overrides in Hydra's grammar.
+"""Apply command-line overrides in Hydra's grammar.
 
 `a.b=c` sets a key that exists, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` removes one; lists are replaced by
-`a.l=[1,2]` and changed at an index by `a.l.0=9`. Invariant: an override that cannot be applied is quoted in the error,
-with an example that works; a key that is known to the schema exists, whether or not a file writes it.
+`a.l=[1,2]` and changed at an index by `a.l.0=9`. Invariants: an error quotes the override that cannot be applied, with
+an example that works. A key of the schema exists, even if no file writes it.
 """
 
 import json
@@ -27,11 +27,11 @@ from nemo_rl.config.schema.env import RewardFunctionsConfig, calls_functions
 from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 DOT = "\x1f"
-"""Replaces the dots of a name while an override is applied."""
+"""Text that replaces the dots of a name while an override is applied."""
 
 
 def names_in(key: str, tree: Any) -> list[str]:
-    """Return the names with dots that an override's key contains, the longest first.
+    """Return the names with dots in an override's key, longest first.
 
     Args:
         key: dotted key, for example `env.my_env.Env.key`.
@@ -42,14 +42,14 @@ def names_in(key: str, tree: Any) -> list[str]:
 
 
 def joined(key: str, names: list[str]) -> str:
-    """Return the key with the dots of these names replaced."""
+    """Return the key with the dots of the given names replaced."""
     for name in names:
         key = _place_of(name).sub(name.replace(".", DOT), key)
     return key
 
 
 def with_names(tree: Any, names: list[str]) -> Any:
-    """Return the tree with the dots of these keys replaced."""
+    """Return the tree with the dots of the given keys replaced."""
     table = {name: name.replace(".", DOT) for name in names}
     return _renamed(tree, lambda key: table.get(key, key))
 
@@ -60,7 +60,7 @@ def with_dots(tree: Any) -> Any:
 
 
 def shown(text: Any) -> Any:
-    """Return a key or a message as a user writes it."""
+    """Return a key or a message in the form in which users write it."""
     return text.replace(DOT, ".") if isinstance(text, str) else text
 
 
@@ -71,7 +71,7 @@ def _renamed(tree: Any, rename: Any) -> Any:
 
 
 def _dotted_keys(tree: Any) -> Iterator[str]:
-    """Yield each key that contains a dot, and each name with a dot that a data entry has as `env_name`."""
+    """Yield each key that has a dot, and each `env_name` of a data entry that has a dot."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if isinstance(key, str) and "." in key:
@@ -95,11 +95,11 @@ _ABSENT = object()
 
 
 class OverridesError(ConfigError):
-    """A command-line override is malformed or does not fit the configuration."""
+    """Error of a command-line override that is malformed or does not fit the configuration."""
 
 
 def parse_hydra_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Apply overrides to a config without a schema: only keys that are there can be set.
+    """Apply overrides to a config without a schema. Only existing keys can be set.
 
     Args:
         cfg: changed in place and also returned.
@@ -154,13 +154,13 @@ def apply_override(cfg: DictConfig, override: Override) -> None:
 
 
 def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override, sources: Sources) -> None:
-    """Apply one override to a config that holds all defaults of `schema`.
+    """Apply one override to a config with all defaults of `schema`.
 
-    A key of the schema counts as existing for `key=value` and, as long as no file or earlier override
-    writes it, as absent for `+key=value`.
+    For `key=value`, a key of the schema exists. For `+key=value`, it is absent until a file or an earlier override
+    writes it.
 
     Raises:
-        OverridesError: as `apply_override`, with the nearest valid key where one is unknown.
+        OverridesError: as in `apply_override`. If a key is unknown, the message names the nearest valid key.
     """
     path = override.key_or_group.split(".")
     _refuse_marker(path, override)
@@ -181,7 +181,7 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
         override.type = OverrideType.FORCE_ADD
     _clear_other_kind(cfg, override, value_at(tree, path))
     if slot is not None and not slot.sections and isinstance(value_at(tree, path), dict):
-        OmegaConf.set_struct(cfg, False)  # a mapping with free names accepts new ones
+        OmegaConf.set_struct(cfg, False)  # free names may be new
     already_null = override.type == OverrideType.DEL and value_at(tree, path, _ABSENT) is None
     _suggest_near_argument(path, tree, override)
     if not already_null:
@@ -209,7 +209,7 @@ def _refuse_null_section(slot: Slot | None, override: Override) -> None:
 
 
 def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Override) -> None:
-    """Refuse an unknown environment before Hydra advises to add the key, which would make a new environment."""
+    """Refuse an unknown environment, before Hydra's advice to add the key would make a new environment."""
     environments = tree.get("env") or {}
     if path[0] != "env" or len(path) < 3 or override.type != OverrideType.CHANGE or path[1] in environments:
         return
@@ -224,7 +224,7 @@ def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Overri
 
 
 def _is_of_reward_functions(path: Sequence[str], tree: Any) -> bool:
-    """Return whether a path is a key of an environment of reward functions, which `function` makes of any name."""
+    """Return whether a path is a key of an environment of reward functions, which `function` defines under any name."""
     if path[0] != "env" or len(path) < 3 or path[2] not in RewardFunctionsConfig.model_fields:
         return False
     return path[2] == "function" or calls_functions(shown(path[1]), value_at(tree, path[:2]))
@@ -243,7 +243,7 @@ def _suggest_near_argument(path: Sequence[str], tree: Any, override: Override) -
 
 
 def _clear_other_kind(cfg: DictConfig, override: Override, current: Any) -> None:
-    """Let a list replace a mapping, or a mapping a list, which OmegaConf cannot merge."""
+    """Let a list replace a mapping or a mapping replace a list, which OmegaConf cannot merge."""
     value = None if override.type == OverrideType.DEL else override.value()
     if (isinstance(current, dict) and isinstance(value, list)) or (
         isinstance(current, list) and isinstance(value, dict)
@@ -256,7 +256,7 @@ def _below_list(tree: Any, path: Sequence[str]) -> bool:
 
 
 def _is_dormant(schema: type[BaseModel], path: Sequence[str], tree: Any) -> bool:
-    """Return whether the path leads into a key that is accepted but not part of the schema."""
+    """Return whether the path leads to a key that is accepted but is not part of the schema."""
     for depth, key in enumerate(path):
         slot = find_slot(schema, path[:depth], tree)
         above = value_at(tree, path[:depth])
@@ -281,7 +281,7 @@ def _list_example(override: Override, text: str) -> str:
 
 
 def dotlist_to_overrides(arguments: Sequence[str]) -> list[str]:
-    """Rewrite the `key=value` arguments of a command line, and keep options unchanged.
+    """Convert the `key=value` arguments of a command line to overrides. Options are not changed.
 
     Args:
         arguments: for example `["--config", "a.yaml", "data.prompt_file=null"]`.
@@ -313,6 +313,6 @@ def _in_hydra_grammar(value: Any) -> str:
         return "[" + ",".join(map(_in_hydra_grammar, value)) + "]"
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
-    # Within quotes only a quote is escaped, and backslashes directly before one.
+    # # Within quotes, only a quote is escaped, and the backslashes directly before it.
     escaped = re.sub(r'(\\+)(?="|$)', r"\1\1", str(value)).replace('"', '\\"')
     return f'"{escaped}"'

@@ -1,6 +1,6 @@
-"""Remembers which file or override gave each value, for error messages.
+"""Record which file or override set each value, for error messages.
 
-Invariant: the last writer of a key is its source.
+Invariant: the source of a key is its last writer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ _ABSENT = object()
 
 @dataclass
 class Sources:
-    """Files and overrides that wrote a configuration, the earliest first."""
+    """Files and overrides that wrote a configuration, earliest first."""
 
     layers: list[tuple[str, Any]] = field(default_factory=list)
-    """File name and plain content of each layer."""
+    """Name and plain content of each layer's file."""
     overrides: list[tuple[str, str, Any]] = field(default_factory=list)
     """Dotted key, text and value of each override."""
 
@@ -31,7 +31,7 @@ class Sources:
         return cls([(str(x.path), OmegaConf.to_container(x.content)) for x in layers])
 
     def of(self, path: Sequence[str | int]) -> str:
-        """Return the name of what set the value at `path`: an override, a file or the schema."""
+        """Return the name of the source of the value at `path`: an override, a file or the schema."""
         dotted = dotted_path(path)
         for key, text, _ in reversed(self.overrides):
             if dotted == key or dotted.startswith(f"{key}.") or key.startswith(f"{dotted}."):
@@ -43,9 +43,9 @@ class Sources:
         return self._file_of(path) is not None or any(dotted_path(path) == key for key, *_ in self.overrides)
 
     def rank(self, path: Sequence[str | int]) -> int:
-        """Return the number of the last file that sets `path` or a key below it, or -1 if no file does.
+        """Return the number of the last file that sets `path` or a key below it, or -1.
 
-        All overrides together have one number, which is higher than the number of every file.
+        All overrides have the same number, which is higher than that of every file.
         """
         dotted = dotted_path(path)
         for key, _, value in self.overrides:
@@ -61,7 +61,7 @@ class Sources:
         return -1
 
     def _file_of(self, path: Sequence[str | int]) -> str | None:
-        """Return the last file that sets `path`, unless a later file replaces a mapping above it as a whole."""
+        """Return the last file that sets `path`, unless a later file replaces a whole mapping above it."""
         for name, content in reversed(self.layers):
             if self.is_written(path, content):
                 return name
@@ -76,7 +76,7 @@ class Sources:
 
 
 def _replaces(path: Sequence[str | int], content: Any) -> bool:
-    """Return whether a file drops earlier values at `path`, because it replaces a mapping above `path` as a whole."""
+    """Return whether a file drops earlier values at `path` by replacing a whole mapping above it."""
     above = [value_at(content, path[:depth], _ABSENT) for depth in range(1, len(path))]
     return any(
         value is not _ABSENT and (not isinstance(value, Mapping) or value.get(OVERRIDE_MARKER) is True)
@@ -85,5 +85,5 @@ def _replaces(path: Sequence[str | int], content: Any) -> bool:
 
 
 def dotted_path(path: Sequence[str | int]) -> str:
-    """Return a path as users write it in overrides: `data.train.0.seed`."""
+    """Return a path in the form of overrides: `data.train.0.seed`."""
     return ".".join(str(part) for part in path)

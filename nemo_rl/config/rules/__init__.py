@@ -1,1 +1,1 @@
-"""Checks keys against each other with rules, each of which yields one text for each error it finds."""
+"""Check keys against each other with rules. Each rule yields one text per error."""

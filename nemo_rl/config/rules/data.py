@@ -1,6 +1,6 @@
-"""Checks data entries and environments.
+"""Check data entries and environments.
 
-Invariant: nothing is read or downloaded; only names are checked.
+Invariant: only names are checked. Nothing is read or downloaded.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ def check_environment(place: str, env_name: str | None, environments: Collection
     """Check that the environment that grades answers is one of `env`.
 
     Args:
-        place: key of the entry that names the environment.
+        place: key of the entry with the environment's name.
     """
     if env_name is None:
         yield f"{place}.env_name is null, but answers need an environment that rewards them."
@@ -75,7 +75,7 @@ def check_environment(place: str, env_name: str | None, environments: Collection
 def check_unused(environments: Collection[str], used: Collection[str | None]) -> Findings:
     """Check that no environment is unused because its name is misspelled or is only the first part of a dotted name.
 
-    Other environments may be unused, for example those of an inherited file. The loader reports them.
+    Other environments may be unused, such as those of an inherited file. The loader reports them.
 
     Args:
         used: names that data entries have as `env_name`.
@@ -144,7 +144,7 @@ def _check_weights(data: DataConfig) -> Findings:
 
 
 def check_curriculum(curriculum: CurriculumConfig, names: Sequence[str], *, has_rewards: bool) -> Findings:
-    """Check phases and the rule by accuracy.
+    """Check phases and the accuracy rule.
 
     Args:
         has_rewards: as in `check_shares`.
@@ -195,7 +195,7 @@ def _check_phase(key: str, weights: Mapping[str, float], names: Sequence[str]) -
 
 
 def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Findings:
-    """Check that the entry names data that exists.
+    """Check that the entry names existing data.
 
     Args:
         name: key of the entry.

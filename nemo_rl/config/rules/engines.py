@@ -1,8 +1,8 @@
-"""Checks that the generation ranks of the machines divide into engines.
+"""Check that the machines' generation ranks can be divided into engines.
 
-`models.generation.vllm.check` checks the sizes against the model, which it reads. Ranks are numbered machine by machine
-and engine by engine, within an engine tensor parallelism first. Invariant: an engine that fits on a machine is on one.
-A larger engine takes whole machines, and so do its tensor-parallel groups unless they fit on one.
+`models.generation.vllm.check` reads the model and checks the sizes against it. Ranks are numbered machine by machine,
+engine by engine, and within an engine by tensor parallelism first. Invariant: an engine that fits on a machine is on
+one machine. A larger engine uses whole machines, and so do its tensor-parallel groups unless they fit on one machine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _OWN_KEYS = {
     "distributed_executor_backend": None,
     "data_parallel_size": None,
 }
-"""Arguments of vLLM that decide how many processes an engine has, and the keys to use instead."""
+"""Arguments of vLLM that determine the number of processes of an engine, with the keys to use instead."""
 
 _SERVER_SIZES = ("dp_size", "pp_size", "ep_size")
 """Arguments of SGLang besides `tp_size` that give a server more GPUs."""
@@ -30,7 +30,7 @@ def ranks_of_engine(engine: EngineConfig) -> int:
 
 
 def replicas_of_engine(engine: EngineConfig) -> int:
-    """Return the number of copies of the layers other than experts in one engine, whose ranks divide the experts."""
+    """Return the number of replicas of the non-expert layers in one engine. Its ranks divide the experts."""
     return max(1, engine.expert_parallel_size // engine.tensor_parallel_size)
 
 
@@ -44,7 +44,7 @@ def product(engine: EngineConfig) -> str:
 
 
 def misplaced(tensor: int, size: int, counts: Sequence[int]) -> str | None:
-    """Describe a wrong number of ranks on a machine, or return None if all ranks divide into engines.
+    """Describe a wrong number of ranks on a machine. Return None if all ranks can be divided into engines.
 
     Args:
         tensor: ranks of a tensor-parallel group.
@@ -76,7 +76,7 @@ def misplaced(tensor: int, size: int, counts: Sequence[int]) -> str | None:
 
 
 def _remainder(size: int, count: int) -> str:
-    """Say that engines of `size` ranks do not divide the `count` ranks of a machine."""
+    """Return a text that engines of `size` ranks do not divide the `count` ranks of a machine."""
     return (
         f"do not divide the {_ranks(count)} of a machine, and an engine that fits on a machine stays on one.\n"
         f"  {count} / {size} = {count / size:g}. {nearest_multiples(count, size)} "
@@ -85,7 +85,7 @@ def _remainder(size: int, count: int) -> str:
 
 
 def _whole(least: int, machines: int) -> list[int]:
-    """Return the sizes of engines that fit on machines with `least` ranks, or that take whole machines."""
+    """Return the sizes of engines that fit on machines with `least` ranks or use whole machines."""
     within = [n for n in range(1, least) if least % n == 0]
     return within + [n * least for n in range(1, machines + 1) if machines % n == 0]
 
@@ -101,11 +101,11 @@ def _ranks(count: int) -> str:
 
 
 def check_engines(section: str, generation: GenerationConfig, counts: Sequence[int], keys: str) -> Findings:
-    """Check that the ranks of the machines divide into engines of the requested size.
+    """Check that the machines' ranks can be divided into engines of the configured size.
 
     Args:
         section: name of the section of `generation`.
-        counts: number of generation ranks on each machine; empty or all 0 if it is not known yet.
+        counts: number of generation ranks on each machine; empty or all 0 if it is unknown.
         keys: keys that set these numbers.
     """
     engine = generation.engine
@@ -158,7 +158,7 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
 
 
 def _check_servers(section: str, generation: GenerationConfig, counts: Sequence[int]) -> Findings:
-    """Check that SGLang's servers can be started or are named, and that they can do the requested work."""
+    """Check that SGLang's servers can be started or are named, and that they can do the configured work."""
     if generation.backend != "sglang":
         return
     keys, config = f"{section}.sglang_cfg", generation.sglang_cfg

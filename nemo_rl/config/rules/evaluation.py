@@ -1,6 +1,6 @@
-"""Checks keys of an evaluation against each other, and lists its data sets.
+"""Check keys of an evaluation against each other, and list its data sets.
 
-Invariant: a rule reads nothing but names and the existence of local paths.
+Invariant: a rule reads only names and the existence of local paths.
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ LOCALES = (
     *("AR-XY", "BN-BD", "DE-DE", "ES-LA", "FR-FR", "HI-IN", "ID-ID"),
     *("IT-IT", "JA-JP", "KO-KR", "PT-BR", "SW-KE", "YO-NG", "ZH-CN"),
 )
-"""Languages of the translated MMLU, as written in names such as mmlu_DE-DE."""
+"""Languages of the translated MMLU, as in names such as mmlu_DE-DE."""
 
 TRANSLATED_MMLU = tuple(f"mmlu_{locale}" for locale in LOCALES)
 MULTIPLE_CHOICE_NAMES = ("gpqa", "gpqa_diamond", "mmlu", "mmlu_pro", *TRANSLATED_MMLU)
 EVAL_DATASET_NAMES = ("aime2024", "aime2025", "gsm8k", "math", "math500", ARITHMETIC, *MULTIPLE_CHOICE_NAMES)
-"""Built-in data sets for evaluation; `RESPONSE_DATASET_NAMES`, for training, can be used too."""
+"""Built-in data sets for evaluation. Those for training (`RESPONSE_DATASET_NAMES`) can be used too."""
 
 _FORMAT_SUFFIXES = {"csv": (".csv",), "json": (".json", ".jsonl", ".ndjson"), "jsonl": (".jsonl", ".ndjson")}
 
 
 def is_local_dataset(name: str) -> bool:
-    """Return whether `data.dataset_name` is the path of a file rather than a name."""
+    """Return whether `data.dataset_name` is the path of a file and not a name."""
     known = not name or name in EVAL_DATASET_NAMES or name in RESPONSE_DATASET_NAMES
     return not known and (looks_local(name) or find_path(name) is not None)
 
@@ -55,7 +55,7 @@ def check_sampling(wanted: EvalConfig, generation: EvalGenerationConfig) -> Find
 
 
 def check_lengths(generation: EvalGenerationConfig, data: EvalDataConfig) -> Findings:
-    """Check that lengths fit the context of the engine, or that no key needs a tokenizer if there is an endpoint."""
+    """Check that lengths fit the engine's context or, with an endpoint, that no key needs a tokenizer."""
     context = generation.engine.max_model_len
     if generation.endpoint is not None:
         if data.max_input_seq_length not in (None, context):
@@ -73,7 +73,7 @@ def check_lengths(generation: EvalGenerationConfig, data: EvalDataConfig) -> Fin
 
 
 def check_endpoint_keys(generation: EvalGenerationConfig, tokenizer: EvalTokenizerConfig) -> Findings:
-    """Check that no key is about a tokenizer, which an evaluation at an endpoint does not have."""
+    """Check that no key concerns a tokenizer, which an evaluation at an endpoint does not have."""
     if tokenizer.name != generation.model_name:
         yield (
             f"tokenizer.name={tokenizer.name} has no effect with generation.endpoint, whose server has the tokenizer. "

@@ -1,6 +1,6 @@
-"""Checks the files and folders that keys name, if these can only be local.
+"""Check files and folders that keys name, if they can only be local.
 
-Invariant: nothing is read; only the existence of paths is checked.
+Invariant: only the existence of paths is checked. Nothing is read.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from nemo_rl.config.schema.model.policy import TokenizerConfig
 from nemo_rl.files.regular_file import require_regular, require_regular_files
 
 _TEXTS = ("prompt_file", "system_prompt_file", "chat_template")
-"""Keys that always name a text file; other keys may also hold the id of a model or data set of the hub."""
+"""Keys that always name a text file. Other keys may also name a model or data set of the hub."""
 
 
 class PathKey(NamedTuple):
@@ -33,7 +33,7 @@ def tokenizer_paths(place: str, tokenizer: TokenizerConfig) -> Iterator[PathKey]
 
 
 def check_files(paths: Iterable[PathKey]) -> Findings:
-    """Check that each file or folder exists, and report a path that several keys name only for the first key."""
+    """Check that each file or folder exists. If several keys name a missing path, report it for the first key."""
     seen: set[str] = set()
     for place, section, key in paths:
         value = getattr(section, key)

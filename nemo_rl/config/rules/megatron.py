@@ -1,6 +1,6 @@
-"""Checks `policy.megatron_cfg` for any model: options that need each other, the schedule, and formats of numbers.
+"""Check `policy.megatron_cfg` for any model: options that depend on each other, the schedule, and number formats.
 
-The formats are those of float8 training with Megatron Core, and those of engines.
+The number formats are those of float8 training with Megatron Core, and those of engines.
 """
 
 import os
@@ -17,11 +17,11 @@ _JOINED = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
 )
-"""Matrices that vLLM joins into one, which must therefore have the same number format."""
+"""Matrices that vLLM joins into one matrix, which must therefore have the same number format."""
 
 
 def _check_joined(key: str, texts: Sequence[str]) -> Findings:
-    """Check that the texts match all matrices of a group that vLLM joins, or none of them."""
+    """Check that the texts match either all or none of the matrices that vLLM joins."""
     for group in _JOINED:
         taken = [name for name in group if any(text in name for text in texts)]
         if 0 < len(taken) < len(group):
@@ -35,7 +35,7 @@ def check_engine_formats(policy: PolicyConfig, cluster: ClusterConfig) -> Findin
     """Check the keys of float8 weights and of a float8 key-value cache against each other.
 
     Args:
-        policy: the section `policy`; without `generation` there is nothing to check.
+        policy: the section `policy`. Without `generation`, there is nothing to check.
     """
     generation = policy.generation
     if generation is None:
@@ -77,11 +77,11 @@ def check_engine_formats(policy: PolicyConfig, cluster: ClusterConfig) -> Findin
 
 _TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
 """Number that must divide the tokens of a matrix product, by recipe. Dimensions of float8 products are multiples of 16,
-and a recipe with one scale for each block needs whole blocks."""
+and a recipe with one scale per block needs whole blocks."""
 
 
 def fp8_row_multiple(policy: PolicyConfig) -> int:
-    """Return the number that must divide the tokens of each rank's part of a row, or 1 without float8."""
+    """Return the number that must divide the tokens of a rank's part of a row. It is 1 without float8."""
     megatron = policy.megatron_cfg
     return _TOKENS[megatron.fp8_cfg.fp8_recipe] if megatron.enabled and megatron.fp8_cfg.enabled else 1
 
@@ -91,7 +91,7 @@ def check_fp8_training(section: str, policy: PolicyConfig, cluster: ClusterConfi
 
     Args:
         section: name of the model's section.
-        cluster: cluster where the model is trained.
+        cluster: cluster on which the model is trained.
     """
     megatron = policy.megatron_cfg
     if not (megatron.enabled and megatron.fp8_cfg.enabled):
@@ -135,11 +135,11 @@ _OTHER_FAMILIES = {
     r"MiniMax-M": "minimax",
     r"gemma-4-": "gemma4",
 }
-"""Families that the backend does not train, by the name of the published models."""
+"""Families that the backend does not train, by names of published models."""
 
 
 def unknown_families(section: str, policy: PolicyConfig) -> Iterator[str]:
-    """Yield a sentence if a published model is of a family that the backend will refuse when it reads the model.
+    """Yield a sentence if a published model belongs to a family that the backend will refuse.
 
     Args:
         section: name of the model's section.
@@ -157,7 +157,7 @@ def unknown_families(section: str, policy: PolicyConfig) -> Iterator[str]:
 
 
 def check_megatron(section: str, config: MegatronConfig) -> Findings:
-    """Check that options that need each other are set together.
+    """Check that options that depend on each other are set together.
 
     Args:
         section: name of the model's section.
@@ -181,11 +181,11 @@ def check_megatron(section: str, config: MegatronConfig) -> Findings:
 
 
 def check_offloading(section: str, policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
-    """Check that Megatron Core can save and load an optimizer in host memory, an option without effect on CPUs.
+    """Check that Megatron Core can save and load an optimizer in host memory. The option has no effect on CPUs.
 
     Args:
         section: name of the model's section.
-        cluster: cluster where the model is trained.
+        cluster: cluster on which the model is trained.
     """
     optimizer = policy.megatron_cfg.optimizer
     if not (policy.megatron_cfg.enabled and optimizer.optimizer_cpu_offload and cluster.uses_gpu):
@@ -204,7 +204,7 @@ def check_offloading(section: str, policy: PolicyConfig, cluster: ClusterConfig)
 
 
 def _check_adapters(keys: str, config: MegatronConfig) -> Findings:
-    """Check that adapters are on layers that Megatron Core has."""
+    """Check that the adapted layers exist in Megatron Core."""
     for key in ("target_modules", "exclude_modules"):
         for pattern in getattr(config.peft, key):
             last = pattern.rpartition(".")[2]
@@ -219,7 +219,7 @@ def _check_adapters(keys: str, config: MegatronConfig) -> Findings:
 
 
 def check_adapters_of_experts(section: str, config: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
-    """Check the options of a mixture of experts with adapters, which have no effect in a dense model.
+    """Check options of a mixture of experts with adapters. They have no effect in a dense model.
 
     Args:
         section: name of the model's section.
@@ -244,7 +244,7 @@ def check_adapters_of_experts(section: str, config: MegatronConfig, fields: Mapp
 
 
 def check_megatron_schedule(section: str, config: MegatronConfig) -> Findings:
-    """Check that the schedule rises to the learning rate, ends at or below it, and sets the steps that it needs.
+    """Check that the schedule rises to the learning rate, ends at or below it, and sets the necessary steps.
 
     Args:
         section: name of the model's section.

@@ -1,7 +1,7 @@
-"""Checks of the models of a run: the section of any single model, and the models next to the policy.
+"""Check the sections of a run's models, and the models besides the policy.
 
-The checks of a section concern its backend, the keys that training needs, and its microbatches. Models next to the
-policy are teachers, critics and models that reward answers; their checks concern devices, lengths and the keys of
+The checks of a section concern its backend, the keys that training needs, and its microbatches. Models besides the
+policy are teachers, critics and models that reward answers. Their checks concern devices, lengths and the keys of
 on-policy distillation.
 """
 
@@ -20,7 +20,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def check_backend(section: str, policy: PolicyConfig) -> Findings:
-    """Check that exactly one backend is enabled in `section`."""
+    """Check that exactly one backend of `section` is enabled."""
     own, sections = policy.training_backend, ("dtensor_cfg", "megatron_cfg")
     asked = [f"{section}.{name}.enabled=true" for name in sections if getattr(policy, name).enabled]
     asked += [f"{section}.training_backend.name={own.name}"] if own is not None else []
@@ -50,7 +50,7 @@ def check_backend(section: str, policy: PolicyConfig) -> Findings:
 
 
 def _check_router_replay(section: str, policy: PolicyConfig) -> Findings:
-    """Check that the model samples with engines, and that its backend can replay their choice of experts."""
+    """Check that engines sample from the model, and that its backend can replay their choice of experts."""
     key, advice = f"{section}.router_replay.enabled=true", f"Set {section}.router_replay.enabled=false."
     if section != "policy":
         yield f"{key}: engines choose the experts of the policy's tokens, not those of the {section}. {advice}"
@@ -77,7 +77,7 @@ def _check_router_replay(section: str, policy: PolicyConfig) -> Findings:
 
 
 def check_trainable(policy: PolicyConfig, section: str = "policy") -> Findings:
-    """Check that a trained model has an optimizer, and computes in a format that can hold small gradients."""
+    """Check that a trained model has an optimizer and a number format for small gradients."""
     if policy.megatron_cfg.enabled:
         yield from check_megatron_schedule(section, policy.megatron_cfg)
     elif policy.optimizer is None:
@@ -102,7 +102,7 @@ def _check_finite(policy: PolicyConfig, section: str) -> Findings:
 
 
 def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
-    """Yield all floats at and below a value, each with its dotted key."""
+    """Yield all floats at and below a value with their dotted keys."""
     if isinstance(value, float):
         yield key, value
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
@@ -121,10 +121,10 @@ def check_one_layout(section: str, model: PolicyConfig) -> Findings:
 
 
 def check_placements(models: Mapping[str, Role], cluster: ClusterConfig) -> Findings:
-    """Check that every model but the policy has devices, without which other rules cannot divide the cluster.
+    """Check that every model but the policy has devices. Without them, other rules cannot divide the cluster.
 
     Args:
-        models: the models of the run; the name of each is the name of its section.
+        models: the models of the run, by the name of their section.
     """
     for name in models:
         if name != "policy":
@@ -132,10 +132,10 @@ def check_placements(models: Mapping[str, Role], cluster: ClusterConfig) -> Find
 
 
 def check_second_models(models: Mapping[str, Role], cluster: ClusterConfig) -> Findings:
-    """Check the devices, the backend, the sequence length and the training keys of every model but the policy.
+    """Check devices, backend, sequence length and training keys of every model but the policy.
 
     Args:
-        models: the models of the run; the name of each is the name of its section.
+        models: the models of the run, by the name of their section.
     """
     misplaced = list(check_placements(models, cluster))
     yield from misplaced
@@ -156,7 +156,7 @@ def check_second_models(models: Mapping[str, Role], cluster: ClusterConfig) -> F
 
 
 def _check_placement(name: str, models: Mapping[str, Role], cluster: ClusterConfig) -> Findings:
-    """Check that the model whose devices are shared exists, or that the cluster has devices left for this model."""
+    """Check that the model that shares its devices exists, or that the cluster has devices left for this model."""
     role, others = models[name], [other for other in models if other != name]
     host = role.shares_with
     if host is not None:
@@ -187,7 +187,7 @@ def _check_placement(name: str, models: Mapping[str, Role], cluster: ClusterConf
 
 
 def _check_updates(models: Mapping[str, Role], cluster: ClusterConfig) -> Findings:
-    """Check that each trained model but the policy has an optimizer, and a batch that divides into its ranks."""
+    """Check that each trained model but the policy has an optimizer, and a batch size that its ranks divide."""
     for name, ranks in model_ranks(cluster, models).items():
         role = models[name]
         if name == "policy" or not role.trains or ranks < 1:
@@ -207,7 +207,7 @@ def _check_updates(models: Mapping[str, Role], cluster: ClusterConfig) -> Findin
 
 
 type Judges = Mapping[str, RewardModelEnvironmentConfig | JudgeEngineConfig]
-"""Sections of models with devices of their own that reward answers, by their place in the configuration."""
+"""Sections of models that reward answers on their own devices, by their place in the configuration."""
 
 
 def left_by_judges(cluster: ClusterConfig, judges: Judges) -> ClusterConfig:
@@ -220,7 +220,7 @@ def left_by_judges(cluster: ClusterConfig, judges: Judges) -> ClusterConfig:
 
 
 def check_judges(judges: Judges, cluster: ClusterConfig) -> Findings:
-    """Check that judges are enabled and do not run in rollout runners, and that devices are left for them."""
+    """Check that judges are enabled, do not run in rollout runners, and have devices."""
     for place, judge in judges.items():
         if isinstance(judge, RewardModelEnvironmentConfig) and not judge.enabled:
             yield f"{place}.enabled=false, but data names the environment reward_model. Set it to true."
@@ -235,7 +235,7 @@ def check_judges(judges: Judges, cluster: ClusterConfig) -> Findings:
 
 
 def _check_gpus(judges: Judges, cluster: ClusterConfig) -> Findings:
-    """Check that all judges together leave devices for the policy."""
+    """Check that all judges together leave GPUs for the policy."""
     key = "gpus_per_node" if cluster.num_nodes == 1 else "num_nodes"
     has = getattr(cluster, key)
     asked = {f"{place}.resources.{key}": getattr(judge.resources, key) for place, judge in judges.items()}
@@ -248,7 +248,7 @@ def _check_gpus(judges: Judges, cluster: ClusterConfig) -> Findings:
 
 
 def check_teacher(teacher: TeacherConfig) -> Findings:
-    """Check that the teacher is a language model without adapters, and leave the rest to `second_models`."""
+    """Check that the teacher is a language model without adapters. `second_models` makes the other checks."""
     for key in teacher.adapter_keys:
         yield f"teacher.{key}.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:
@@ -256,7 +256,7 @@ def check_teacher(teacher: TeacherConfig) -> Findings:
 
 
 def check_distillation_loss(loss: DistillationLossConfig) -> Findings:
-    """Check that the weight of the mixed loss leaves both of its parts."""
+    """Check that the weight of the mixed loss keeps both of its parts."""
     if loss.kl_type == "mixed" and loss.mixed_kl_weight in (0.0, 1.0):
         alone = "forward" if loss.mixed_kl_weight == 1 else "reverse"
         yield (

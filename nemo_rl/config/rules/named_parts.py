@@ -1,4 +1,4 @@
-"""Rules on parts that are chosen by name, and on the names of workers."""
+"""Check parts that are chosen by name, and the names of workers."""
 
 from collections.abc import Collection, Mapping
 
@@ -10,7 +10,7 @@ from nemo_rl.utils.errors import did_you_mean
 
 
 def check_named_parts(parts: Mapping[str, NamedPartConfig]) -> Findings:
-    """Check that only classes of the user have `kwargs`.
+    """Check that only a user's classes have `kwargs`.
 
     Args:
         parts: the sections by their dotted keys.
@@ -33,7 +33,7 @@ def check_source_of_distillation(source: NamedPartConfig) -> Findings:
 
 
 def check_venvs(cluster: ClusterConfig, kinds: Collection[str]) -> Findings:
-    """Check that each name in `cluster.venvs` is a kind of worker of the run.
+    """Check that each name in `cluster.venvs` is a kind of worker in the run.
 
     Args:
         kinds: kinds of workers of the run.

@@ -1,4 +1,4 @@
-"""Rules on sampling and training at the same time."""
+"""Check keys of sampling and training at the same time."""
 
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.algorithms.grpo import FROM_REWARDS, GRPOConfig
@@ -12,7 +12,7 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 def check_overlap(
     section: str, algorithm: RolloutTrainingConfig, policy: PolicyConfig, cluster: ClusterConfig
 ) -> Findings:
-    """Check that the engines can sample while the policy trains, and that a step's groups fit into the buffer.
+    """Check that engines can sample while the policy trains, and that a step's groups fit into the buffer.
 
     Args:
         section: name of the algorithm's section.
@@ -55,7 +55,7 @@ def check_overlap(
 
 
 def check_stale_mismatch(section: str, algorithm: RewardedTrainingConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Refuse a threshold for the mismatch with the engine if the loss does not measure it for tokens of older weights.
+    """Refuse a threshold for the mismatch with the engine if the loss does not measure it for stale tokens.
 
     Args:
         section: name of the algorithm's section.
@@ -73,10 +73,10 @@ def check_stale_mismatch(section: str, algorithm: RewardedTrainingConfig, loss: 
 def check_rollout_runners(
     algorithm: RolloutTrainingConfig | None, policy: PolicyConfig | None, cluster: ClusterConfig
 ) -> Findings:
-    """Check that runners can play the rollouts: GRPO with advantages that follow from rewards alone.
+    """Check that runners can sample the rollouts: GRPO with advantages that follow from rewards alone.
 
     Args:
-        algorithm: the section of the algorithm; None for a run that does not train on rollouts, such as an evaluation.
+        algorithm: the section of the algorithm. None for a run without training on rollouts, such as an evaluation.
     """
     if not cluster.rollout_runners:
         return

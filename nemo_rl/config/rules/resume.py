@@ -1,8 +1,8 @@
-"""Decides which keys may differ between a checkpoint's configuration and the configuration of the resumed run.
+"""Decide which keys may differ between a checkpoint's configuration and that of the resumed run.
 
-A changed key is either applied from the next step on, or refused. It is refused if the checkpoint holds a state that
-belongs to the old value, or if results before and after the change would not be comparable. Invariant: a key that
-`APPLIED` does not name is refused unless `checkpointing.allow_changed` names it.
+A changed key is either applied from the next step on, or refused. It is refused if the checkpoint contains state that
+depends on the old value, or if results before and after the change are not comparable. Invariant: a key that `APPLIED`
+does not name is refused unless `checkpointing.allow_changed` names it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -90,7 +90,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
     ),
     "limits and defaults of data sets": ("data.max_bad_row_share", "data.default"),
 }
-"""Patterns of keys whose changed values a resumed run applies, grouped by their subject.
+"""Patterns of keys whose changed values a resumed run applies, grouped by subject.
 
 The name of a section matches all its keys, and `policy.` matches the section of every model of the run. A change of
 `data.default` also changes entries of `data.train`, whose keys are compared separately.
@@ -101,7 +101,7 @@ _ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class ChangedKey:
-    """A key whose value differs from the checkpoint's."""
+    """A key whose value differs from that in the checkpoint."""
 
     key: str
     """Dotted path."""
@@ -114,12 +114,12 @@ class ChangedKey:
 
     @property
     def is_applied(self) -> bool:
-        """True if a resumed run uses the new value without `checkpointing.allow_changed`."""
+        """Return True if a resumed run uses the new value without `checkpointing.allow_changed`."""
         return self.about is not None
 
     @property
     def about(self) -> str | None:
-        """The subject of the key, as in `APPLIED`, or None if no pattern matches the key."""
+        """Return the subject of the key in `APPLIED`, or None if no pattern matches."""
         names = {self.key, f"policy.{self.key.partition('.')[2]}"} if self.of_model else {self.key}
 
         def holds(pattern: str) -> bool:
@@ -134,11 +134,11 @@ class ChangedKey:
 def changed_keys(config: BaseModel, stored: Mapping[str, Any]) -> list[ChangedKey]:
     """Return the keys that differ from a stored configuration.
 
-    A secret is not compared if the stored configuration hides it. A key of the schema that one side does not have
-    belongs to another version of the library and is left out.
+    A secret is not compared if the stored configuration hides it. A key of the schema that only one side has belongs to
+    another version of the library and is left out.
 
     Args:
-        stored: `public_values(config)` at the time when the checkpoint was written.
+        stored: `public_values(config)` of the run that wrote the checkpoint.
     """
     hidden = {".".join(map(str, place)): text for place, text in hidden_in(config).items()}
     models = {name for name in type(config).model_fields if isinstance(getattr(config, name), PolicyConfig)}

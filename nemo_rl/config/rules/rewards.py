@@ -1,6 +1,6 @@
-"""Rules on everything besides the environment that changes the training reward of an answer.
+"""Check everything besides the environment that changes the training reward of an answer.
 
-These are agents and their endpoint, NeMo Gym, levels of effort, penalties, and the advantages and the critic of PPO.
+This includes agents and their endpoint, NeMo Gym, levels of effort, penalties, and PPO's advantages and critic.
 """
 
 import re
@@ -23,12 +23,12 @@ from nemo_rl.config.schema.model.generation import GenerationConfig
 def unused_environments(
     environments: Mapping[str, Any], used: Collection[str | None], deciders: Sequence[str]
 ) -> Iterator[tuple[str, Sequence[str], str]]:
-    """Yield the sections of environments that no data names, and the endpoint that no program of the run calls.
+    """Yield the sections of environments that the data does not name, and the endpoint if no program calls it.
 
     Args:
         environments: the section `env`.
         used: names of environments in data entries.
-        deciders: keys that set these names.
+        deciders: keys in which these names are set.
     """
     for name in environments:
         if name not in used:
@@ -39,7 +39,7 @@ def unused_environments(
 
 
 def check_agents(environments: Mapping[str, Any], grpo: GRPOConfig, cluster: ClusterConfig) -> Findings:
-    """Check that a reward reaches turns that are trained, and that each runner can have an endpoint."""
+    """Check that rewards reach trained turns, and that each runner can have an endpoint."""
     credit = grpo.adv_estimator.credit
     for name, section in environments.items():
         if isinstance(section, AgentKeys) and section.credit == "last" and credit != "episode":
@@ -62,7 +62,7 @@ _OF_A_BUDGET = ("over_budget_penalty", "over_budget_tokens")
 
 
 def check_effort_levels(levels: Mapping[str, EffortLevelConfig], grpo: GRPOConfig) -> Findings:
-    """Check that levels give the model different texts, and that penalties have a budget and an effect."""
+    """Check that levels differ in their prompts, and that penalties have a budget and an effect."""
     for name, level in levels.items():
         key = f"effort_levels.{name}"
         if not _NAME.fullmatch(name):
@@ -86,7 +86,7 @@ def check_effort_levels(levels: Mapping[str, EffortLevelConfig], grpo: GRPOConfi
 
 
 def left_by_gym(cluster: ClusterConfig, environments: Mapping[str, Any]) -> ClusterConfig:
-    """Return the cluster without the machines of NeMo Gym's models, or all of it if there are too few machines."""
+    """Return the cluster without the machines of NeMo Gym's models. Return all of it if there are too few machines."""
     section = environments.get(NEMO_GYM)
     taken = section.num_gpu_nodes if isinstance(section, NemoGymConfig) and cluster.uses_gpu else 0
     if not 0 < taken < cluster.num_nodes:
@@ -95,7 +95,7 @@ def left_by_gym(cluster: ClusterConfig, environments: Mapping[str, Any]) -> Clus
 
 
 def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None], cluster: ClusterConfig) -> Findings:
-    """Check that NeMo Gym's servers can be started or found, and that they know the endpoint.
+    """Check that NeMo Gym's servers can be started or found, and that they can call the endpoint.
 
     Args:
         environments: the section `env`.
@@ -138,11 +138,11 @@ def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None]
 def check_http_server(
     key: str, generation: GenerationConfig | None, environments: Mapping[str, Any], used: Collection[str | None]
 ) -> Findings:
-    """Check that an HTTP server is requested only in a run in which programs of agents call it.
+    """Check that an HTTP server is configured only in a run whose agents call it.
 
     Args:
         key: dotted key of the section of the engines.
-        generation: the section of the engines; None if the run has no engines.
+        generation: the section of the engines. None without engines.
         environments: as in `check_nemo_gym`.
         used: as in `check_nemo_gym`.
     """
@@ -155,7 +155,7 @@ def check_http_server(
 
 
 def check_reward_penalties(penalties: RewardPenaltyConfig) -> Findings:
-    """Check that each penalty has the texts or tokens that it looks for, and that the names of penalties are valid."""
+    """Check that each penalty has the texts or tokens that it needs, and that the names of penalties are valid."""
     section = "reward_penalties"
     tags = penalties.thinking_tags
     if len(tags) != 2 or not all(tag.strip() for tag in tags) or tags[0] == tags[1]:
@@ -190,7 +190,7 @@ def check_reward_penalties(penalties: RewardPenaltyConfig) -> Findings:
 
 
 def check_ppo(ppo: PPOConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Check that the critic can be trained alone at first, and that the loss uses the formula's results."""
+    """Check that the critic can be trained alone at first, and that the loss uses the results of the formula."""
     start, last = ppo.policy_training_start_step, ppo.max_num_steps
     if start >= last:
         yield (
@@ -211,7 +211,7 @@ def check_ppo(ppo: PPOConfig, loss: ClippedPGLossConfig) -> Findings:
 
 
 def _check_ratio(ppo: PPOConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Refuse one ratio per sequence for advantages that differ between tokens, which it would average."""
+    """Refuse one ratio per sequence for advantages that differ between tokens, because it would average them."""
     has_one_ratio = not (loss.force_on_policy_ratio or loss.disable_ppo_ratio)
     if not loss.sequence_level_importance_ratios or not has_one_ratio:
         return
@@ -232,7 +232,7 @@ def _check_ratio(ppo: PPOConfig, loss: ClippedPGLossConfig) -> Findings:
 
 
 def check_value(ppo: PPOConfig, value: ValueConfig) -> Findings:
-    """Check that the critic has no adapters, and that the samples of a step divide into its updates."""
+    """Check that the critic has no adapters, and that its updates divide the samples of a step."""
     for key in value.adapter_keys:
         yield (
             f"value.{key}.enabled=true freezes everything but adapters, also the critic's new head. "

@@ -1,4 +1,4 @@
-"""Checks keys of SFT, DPO and reward-model training against each other."""
+"""Check keys of SFT, DPO and reward-model training against each other."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -23,7 +23,7 @@ def check_supervised(
     data: DataConfig,
     cluster: ClusterConfig,
 ) -> Findings:
-    """Check that a supervised run has a trainable policy, batches that divide, and validation data."""
+    """Check that a supervised run has a trainable policy, divisible batches, and validation data."""
     if algorithm.max_num_steps == 0:
         yield f"{section}.max_num_steps=0 trains nothing. Use -1 for all of the data, or a number of steps."
     if algorithm.val_batches == 0:
@@ -58,7 +58,7 @@ def check_best_metric(
     """Check that validation reports the metric that ranks checkpoints.
 
     Args:
-        reported: all metrics of a validation, or None if they are known only when they are reported.
+        reported: all metrics of a validation. None if they are unknown before they are reported.
     """
     metric = checkpointing.metric_name or ""
     side, _, bare = metric.partition(":")
@@ -129,7 +129,7 @@ def check_dpo(dpo: DPOConfig) -> Findings:
 
 
 def _not_with_kto(dpo: DPOConfig) -> Findings:
-    """Refuse options that have no meaning for KTO, whose loss has one term per answer, on sums of log-probabilities."""
+    """Refuse options without a meaning for KTO, whose loss has one term per answer on sums of log-probabilities."""
     for key, neutral in (
         ("preference_loss_weight", 1.0),
         ("sft_loss_weight", 0.0),
@@ -145,7 +145,7 @@ def _not_with_kto(dpo: DPOConfig) -> Findings:
 
 
 def check_pair_data(dpo: DPOConfig, data: DataConfig) -> Findings:
-    """Check that labelled answers and margins are used only with losses that take them."""
+    """Check that labelled answers and margins are used only with losses that support them."""
     for name, entry in named_entries(data):
         if entry.margin_key is not None and dpo.preference_loss in ("ipo", "orpo", "kto"):
             yield (

@@ -1,6 +1,6 @@
-"""Computes the models of a run and their ranks from `cluster`, the models and `policy.generation`.
+"""Compute the models of a run and their ranks from `cluster`, the models and `policy.generation`.
 
-A role says what a model is for and on whose devices it runs.
+A role defines the purpose of a model and its devices.
 """
 
 import math
@@ -21,11 +21,11 @@ class Role:
     """A model of a run."""
 
     section: PolicyConfig
-    """Section with the keys of the model; `section.placement` says on which devices the model runs."""
+    """Section with the keys of the model. `section.placement` defines its devices."""
     trains: bool = True
-    """Whether the model has an optimizer and is saved in checkpoints; otherwise it is frozen."""
+    """Whether the model has an optimizer and is saved in checkpoints. Otherwise, it is frozen."""
     keeps_reference: bool = False
-    """Whether the initial weights are kept for reference log-probabilities."""
+    """Whether to keep the initial weights for reference log-probabilities."""
 
     @property
     def shares_with(self) -> str | None:
@@ -34,19 +34,19 @@ class Role:
 
 
 def trained(models: Mapping[str, Role]) -> dict[str, Role]:
-    """Return the models that are trained, which are also the models of a checkpoint."""
+    """Return the trained models, which are also the models of a checkpoint."""
     return {name: role for name, role in models.items() if role.trains}
 
 
 def sharing(models: Mapping[str, Role]) -> dict[str, list[str]]:
-    """Return the models on each group of devices, owner first, by the name of the model that owns the devices."""
+    """Return the models on each group of devices, owner first, by the name of the devices' owner."""
     owners = [name for name, role in models.items() if role.shares_with in (None, name)]
     members = {name: role.shares_with for name, role in models.items() if name not in owners}
     return {owner: [owner, *(name for name, host in members.items() if host == owner)] for owner in owners}
 
 
 _FACTORS = ("pp", "dp_replicate", "cp", "tp")
-"""Axes with a size in the section; their product divides the number of ranks."""
+"""Axes whose size is in the section. Their product divides the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +54,29 @@ class Topology:
     """Machines and ranks of policy and generation."""
 
     policy_nodes: int
-    """Machines with policy ranks."""
+    """Number of machines with policy ranks."""
     policy_ranks_per_node: int
-    """Policy processes on each of these machines."""
+    """Number of policy processes on each of these machines."""
     generation_nodes: int
-    """Machines with engines."""
+    """Number of machines with engines."""
     generation_ranks_per_node: int
-    """Engine processes on each of these machines; one engine has one or several processes."""
+    """Number of engine processes on each of these machines. An engine has one or several processes."""
 
     @property
     def policy_ranks(self) -> int:
-        """Policy processes in the run."""
+        """Return the number of policy processes in the run."""
         return self.policy_nodes * self.policy_ranks_per_node
 
     @property
     def generation_ranks(self) -> int:
-        """Engine processes in the run."""
+        """Return the number of engine processes in the run."""
         return self.generation_nodes * self.generation_ranks_per_node
 
 
 def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
     """Divide the machines between policy and generation.
 
-    Colocated policy and engines both use all machines. On GPUs, separate engines get GPUs of the one machine
+    If policy and engines are colocated, both use all machines. On GPUs, separate engines get GPUs of a single machine
     (`colocated.resources.gpus_per_node`) or some of several machines (`colocated.resources.num_nodes`). On CPUs,
     separate engines are additional processes on the same machines, unless `resources.num_nodes` gives them their own
     machines.
@@ -96,9 +96,9 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
 
 
 def busy_engines(overlap: OverlapConfig, cluster: ClusterConfig, policy: PolicyConfig) -> int:
-    """Return the number of engine workers that compute on the cores of a policy machine while its ranks train.
+    """Return the number of engine workers that use the cores of a policy machine while its ranks train.
 
-    It is 0 in modes in which the engines are idle most of that time, on GPUs, and for engines on other machines.
+    It is 0 on GPUs, for engines on other machines, and in modes with mostly idle engines.
     """
     topology = plan_topology(cluster, policy)
     has_own_machines = topology.generation_nodes < cluster.num_nodes
@@ -108,11 +108,11 @@ def busy_engines(overlap: OverlapConfig, cluster: ClusterConfig, policy: PolicyC
 
 
 def divide_cluster(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, ClusterConfig]:
-    """Give each model of a run its part of the cluster, which is the same for models that share devices.
+    """Return each model's part of the cluster. Models that share devices have the same part.
 
-    The policy's part is what the models with their own devices leave; generation uses it too (`plan_topology`).
-    On GPUs, one machine is divided by `resources.gpus_per_node` and several machines by `resources.num_nodes`. On CPUs
-    the ranks of a model with its own devices are additional processes on the same machines.
+    The policy's part is the rest without models on their own devices, and generation uses it too (`plan_topology`). On
+    GPUs, `resources.gpus_per_node` divides a single machine, and `resources.num_nodes` divides several machines. On
+    CPUs, the ranks of a model with its own devices are additional processes on the same machines.
     """
     own = {name: role.section.placement.resources for name, role in models.items() if role.shares_with is None}
     parts = {name: _own_part(cluster, devices) for name, devices in own.items()}
@@ -132,7 +132,7 @@ def _own_part(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfi
 
 
 def without_devices(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfig:
-    """Return the part of a cluster that a model with its own devices leaves."""
+    """Return the part of a cluster without the devices of a model that has its own."""
     if not cluster.uses_gpu:
         return cluster
     if cluster.num_nodes == 1:
@@ -141,7 +141,7 @@ def without_devices(cluster: ClusterConfig, devices: OwnDevicesConfig) -> Cluste
 
 
 def model_ranks(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, int]:
-    """Return the number of ranks of each model of a run, which is the same for models that share devices."""
+    """Return the number of ranks of each model of a run. Models that share devices have the same number."""
     parts = divide_cluster(cluster, models)
     ranks = {name: parts[name].num_nodes * parts[name].policy_ranks_per_node for name in models}
     ranks["policy"] = plan_topology(parts["policy"], models["policy"].section).policy_ranks
@@ -149,7 +149,7 @@ def model_ranks(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str,
 
 
 def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
-    """Return the sizes of the parallel axes, with the remaining ranks in `dp_shard`, and of the expert mesh.
+    """Return the sizes of the parallel axes, with the remaining ranks in `dp_shard`, and the sizes of the expert mesh.
 
     Raises:
         ConfigError: the ranks do not divide into the given axes, or the ranks of a stage into the axes of the experts.
@@ -170,7 +170,7 @@ def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
 
 
 def _check_expert_ranks(section: BackendSection, sharing: int, ranks: int) -> None:
-    """Check that the ranks of one copy of a stage divide into the expert and expert-tensor axes."""
+    """Check that the ranks of one copy of a stage can be divided into the expert and expert-tensor axes."""
     parts, size = section.size("etp"), section.size("ep")
     if sharing % (parts * size) == 0:
         return
@@ -187,9 +187,9 @@ def _check_expert_ranks(section: BackendSection, sharing: int, ranks: int) -> No
 
 
 def row_length_multiple(policy: PolicyConfig) -> int:
-    """Return the number that must divide the length of a row in tokens, so that its ranks get equal parts.
+    """Return the number that must divide a row's length in tokens, so that ranks get equal parts.
 
-    With training in float8, each part is also a multiple of what the kernels accept.
+    With float8 training, each part must also be a multiple of the size that kernels accept.
     """
     return math.lcm(policy.make_sequence_length_divisible_by, row_parts(policy) * fp8_row_multiple(policy))
 
@@ -197,7 +197,7 @@ def row_length_multiple(policy: PolicyConfig) -> int:
 def row_parts(policy: PolicyConfig) -> int:
     """Return the number of equal parts into which ranks divide a row.
 
-    A context-parallel rank has two equal chunks of a row; sequence-parallel ranks divide each chunk again.
+    A context-parallel rank has two equal chunks of a row, and sequence-parallel ranks divide each chunk again.
     """
     section = policy.backend_section
     cp, sharing = section.size("cp"), section.size("tp")
@@ -206,12 +206,12 @@ def row_parts(policy: PolicyConfig) -> int:
 
 
 def _product(section: BackendSection, axes: Iterable[str]) -> str:
-    """Return the sizes above 1 as text, each with the key under which the user writes it."""
+    """Return the sizes above 1 as text, with the keys under which users write them."""
     return " x ".join(f"{section.size_keys[axis]}={section.size(axis)}" for axis in axes if section.size(axis) > 1)
 
 
 def _nearest_sizes(section: BackendSection, ranks: int) -> str:
-    """Suggest, for each axis, the largest smaller size with which the ranks divide evenly, as text."""
+    """Return a text that suggests, for each axis, the largest smaller size that divides the ranks."""
     copies = math.prod(map(section.size, _FACTORS))
     fitting = []
     for axis in _FACTORS:
@@ -222,6 +222,6 @@ def _nearest_sizes(section: BackendSection, ranks: int) -> str:
 
 
 def data_parallel_ranks(cluster: ClusterConfig, policy: PolicyConfig) -> int:
-    """Return the number of groups of ranks that work on different samples."""
+    """Return the number of groups of ranks that process different samples."""
     sizes = parallel_sizes(policy, plan_topology(cluster, policy).policy_ranks)
     return sizes["dp_replicate"] * sizes["dp_shard"]

@@ -1,6 +1,6 @@
-"""Checks of `logger`: that its trackers can report, without importing them, and that steps can be recorded.
+"""Check that the trackers of `logger` can report, without importing them, and that steps can be recorded.
 
-The check of trackers runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent; the
+The check of trackers runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent. The
 check only opens a connection to an MLflow server.
 """
 
@@ -28,7 +28,7 @@ _INSTALL = {
     "trackio": "the extra: uv sync --extra trackio",
 }
 _SERVER_S = 5.0
-"""Seconds that an MLflow server may take to accept a connection."""
+"""Seconds within which an MLflow server must accept a connection."""
 _WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 _WITHOUT_SWANLAB_LOGIN = ("offline", "local", "disabled")
 
@@ -66,7 +66,7 @@ def check_records(
     """Check that the steps of a run can be recorded so that a replay repeats them.
 
     Args:
-        algorithm: the section of an algorithm whose steps can be repeated; None for any other algorithm.
+        algorithm: the section of an algorithm whose steps can be repeated. None for any other algorithm.
     """
     if not logger.record_steps:
         if logger.record_modules:
@@ -100,7 +100,7 @@ def check_records(
 
 
 def tracking_address(section: MlflowConfig) -> str | None:
-    """Return the address where MLflow keeps runs, or None if none is configured."""
+    """Return the address where MLflow stores runs, or None if none is configured."""
     return section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
 
 
@@ -126,7 +126,7 @@ def _check_mlflow(address: str) -> None:
 
 
 def _has_wandb_login() -> bool:
-    """Return whether W&B finds an API key where it looks for one, or needs none."""
+    """Return whether W&B needs no API key or finds one."""
     if os.environ.get("WANDB_MODE") in _WITHOUT_LOGIN:
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -144,9 +144,9 @@ def _has_wandb_login() -> bool:
 
 
 def _has_swanlab_login() -> bool:
-    """Return whether SwanLab finds an API key where it looks for one, or needs none.
+    """Return whether SwanLab needs no API key or finds one.
 
-    Files that set more than the key are left to SwanLab.
+    Files that set more than the key are not checked here.
     """
     if os.environ.get("SWANLAB_MODE") in _WITHOUT_SWANLAB_LOGIN or os.environ.get("SWANLAB_API_KEY"):
         return True

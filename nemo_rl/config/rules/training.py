@@ -1,6 +1,6 @@
-"""Checks keys against each other: batches, lengths, rewards and advantages, generation, validation.
+"""Check keys against each other: batches, lengths, rewards and advantages, generation, validation.
 
-Loss options are checked here too; paths are checked in `rules.files`, and data entries in `rules.data`.
+Loss options are checked here too. Paths are checked in `rules.files`, and data entries in `rules.data`.
 """
 
 from typing import Protocol
@@ -30,7 +30,7 @@ from nemo_rl.utils.errors import ConfigError, did_you_mean
 def check_loss(
     section: str, algorithm: RewardedTrainingConfig, policy: PolicyConfig, loss: ClippedPGLossConfig, epochs: int = 1
 ) -> Findings:
-    """Check that loss options contradict neither each other nor the run.
+    """Check that loss options do not contradict each other or the run.
 
     Args:
         section: name of the algorithm's section.
@@ -89,7 +89,7 @@ def _check_ratio(loss: ClippedPGLossConfig) -> Findings:
 
 
 def _check_sequences(loss: ClippedPGLossConfig) -> Findings:
-    """Check that the loss averages over tokens or sequences as the level of the ratio requires."""
+    """Check that the loss averages over tokens or sequences, as the level of the ratio requires."""
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         yield (
             "loss_fn.sequence_level_importance_ratios=true (GSPO) gives every sequence one ratio, so its loss is a "
@@ -145,7 +145,7 @@ def _check_importance_sampling(loss: ClippedPGLossConfig) -> Findings:
 def check_batches(
     section: str, algorithm: RolloutTrainingConfig, policy: PolicyConfig, cluster: ClusterConfig
 ) -> Findings:
-    """Check that rollouts divide into optimizer updates, and updates into the ranks and microbatches of `cluster`."""
+    """Check that rollouts can be divided into updates, and updates into the ranks and microbatches of `cluster`."""
     topology = plan_topology(cluster, policy)
     if topology.policy_ranks < 1:
         yield (
@@ -175,7 +175,7 @@ def _machines(cluster: ClusterConfig) -> str:
 
 
 def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
-    """Check that an update divides into ranks and microbatches, and that Megatron Core can save the optimizer."""
+    """Check that ranks and microbatches divide an update, and that Megatron Core can save the optimizer."""
     yield from check_offloading("policy", policy, cluster)
     yield from check_fp8_training("policy", policy, cluster)
     topology = plan_topology(cluster, policy)
@@ -207,7 +207,7 @@ def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
 
 
 def _fitting_micro(policy: PolicyConfig, ranks: int) -> str:
-    """Return the microbatches that fit the global batch, as advice, or an empty text if none does."""
+    """Return advice on microbatch sizes that divide the global batch, or an empty text."""
     batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
     if batch % ranks:
         return ""
@@ -250,7 +250,7 @@ def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
 
 
 def check_grpo(grpo: GRPOConfig) -> Findings:
-    """Check that the group size suffices for the baseline, and the keys that GRPO shares."""
+    """Check that the group is large enough for the baseline, and the keys that GRPO shares."""
     group = f"grpo.num_generations_per_prompt={grpo.num_generations_per_prompt}"
     estimator = grpo.adv_estimator
     if grpo.num_generations_per_prompt == 1:
@@ -310,7 +310,7 @@ def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
 
 
 def _check_turn_credit(grpo: GRPOConfig) -> Findings:
-    """Check that advantages per turn have an estimator that can compute them, and rewards that belong to turns."""
+    """Check that advantages per turn have an estimator that supports them, and rewards of turns."""
     estimator = grpo.adv_estimator
     if estimator.credit == "episode":
         if estimator.turn_discount != 1.0:
@@ -348,7 +348,7 @@ def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings
 def check_ranking_metric(
     section: str, algorithm: RolloutTrainingConfig, checkpointing: CheckpointingConfig, data: DataConfig
 ) -> Findings:
-    """Check that validation reports the metric that ranks checkpoints, as far as that is known before the run.
+    """Check that validation reports the metric that ranks checkpoints, if this is known before the run.
 
     Metrics of an environment or a data set have its name and a slash. They are known only when they are reported.
     """
@@ -432,7 +432,7 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
 
 
 def _ranks_keys(generation: GenerationConfig, cluster: ClusterConfig) -> str:
-    """Return the keys that set how many machines generate, and how many ranks each of them has."""
+    """Return the keys that set the number of generating machines and of the ranks on each."""
     key = "gpus_per_node" if cluster.uses_gpu else "ranks_per_node"
     if generation.colocated.enabled:
         way_out = "" if cluster.uses_gpu else ", or policy.generation.colocated.enabled=false for separate processes"
@@ -442,7 +442,7 @@ def _ranks_keys(generation: GenerationConfig, cluster: ClusterConfig) -> str:
 
 
 def _check_logprobs_mode(generation: GenerationConfig) -> Findings:
-    """Check that the engine's log-probs belong to the distribution that it samples from."""
+    """Check that the engine's log-probabilities belong to the sampled distribution."""
     changed = [
         f"{key}={value}"
         for key, value, unchanged in (
@@ -469,7 +469,7 @@ def _check_logprobs_mode(generation: GenerationConfig) -> Findings:
 
 
 def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Findings:
-    """Check that the requested transport can send weights to all engines, also to engines that join during the run."""
+    """Check that the configured transport can send weights to all engines, including those that join during the run."""
     asked, colocated = generation.weight_sync.transport, generation.colocated.enabled
     if asked == "cuda_ipc" and not (cluster.uses_gpu and colocated):
         yield (
@@ -495,7 +495,7 @@ def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Fi
 
 
 class ValidationCadence(Protocol):
-    """The keys of any algorithm's section that request validation."""
+    """Interface of an algorithm's section with keys that configure validation."""
 
     val_period: int
     val_at_start: bool
@@ -503,7 +503,7 @@ class ValidationCadence(Protocol):
 
 
 def check_validation(section: str, cadence: ValidationCadence, data: DataConfig) -> Findings:
-    """Check that there is validation data if validation is requested."""
+    """Check that there is validation data if validation is configured."""
     wanted = [
         f"{section}.{key}={str(value).lower()}"
         for key, value in (
@@ -522,7 +522,7 @@ def check_validation(section: str, cadence: ValidationCadence, data: DataConfig)
 
 
 def _validates(cadence: ValidationCadence, data: DataConfig) -> bool:
-    """Return whether a run validates on data that its configuration names."""
+    """Return whether a run validates on data of its configuration."""
     is_wanted = cadence.val_period > 0 or cadence.val_at_start or cadence.val_at_end
     return is_wanted and (bool(data.validation_entries) or _splits(data))
 

@@ -1,1 +1,1 @@
-"""The master configurations, one class per algorithm: its sections and the rules between them."""
+"""Define the master configurations, one class per algorithm with its sections and the rules between them."""

@@ -1,4 +1,4 @@
-"""Fills in, once and in this order, the keys of a typed configuration that follow from other keys.
+"""Fill in, once and in this order, the keys of a typed configuration that follow from other keys.
 
     paths    inputs that exist -> their absolute paths, because workers have other working directories
     parsers  generation.vllm_cfg.http_server_serving_chat_kwargs and its plugins -> environments with agents
@@ -15,7 +15,7 @@
     saving   megatron_cfg.checkpoint.async_save of a trained model -> checkpointing.is_async
 
 This is done after types are checked and before the rules are. Defaults that are interpolations in the schema have
-values by then (`config.base.defaults`). Later code reads plain values. Invariant: filling twice changes nothing.
+values by then (`config.base.defaults`). Later code reads plain values. Invariant: a second call changes nothing.
 """
 
 import json
@@ -52,7 +52,7 @@ def fill_dependent_keys(config: RunConfig) -> None:
         _fill_parsers(config.env, config.generation)
     if isinstance(config, RolloutMasterConfig) and config.logger.record_modules:
         section = config.policy.dtensor_cfg
-        section.compile_layers = bool(section.compile_layers)  # compiled layers do not call the recorded modules
+        section.compile_layers = bool(section.compile_layers)  # compiled layers do not call modules
     _fill_paths(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))
@@ -112,7 +112,7 @@ def _fill_parsers(environments: Mapping[str, Any], generation: GenerationConfig 
 
 
 def _fill_budgets(name: str, section: PolicyConfig, longest: int, rows: int) -> None:
-    """Raise each token budget of a microbatch that is less than the tokens of one sample."""
+    """Raise each token budget of a microbatch that is smaller than one sample."""
     for way in ("sequence_packing", "dynamic_batching"):
         for key, needed in (("train_mb_tokens", rows * longest), ("logprob_mb_tokens", longest)):
             values = getattr(section, way)
@@ -126,7 +126,7 @@ def _fill_budgets(name: str, section: PolicyConfig, longest: int, rows: int) -> 
 
 
 def _fill_runners(config: MasterConfig) -> None:
-    """Let runners play the rollouts, one on each machine, if the run can have runners and has enough engines."""
+    """Let runners sample the rollouts, one per machine, if the run can have runners and has enough engines."""
     cluster = config.cluster
     if cluster.rollout_runners:
         return
@@ -170,11 +170,11 @@ def _fill_overlap(
     asked: AsyncGRPOConfig | AsyncRLConfig | None,
     name: str,
 ) -> None:
-    """Set `overlap`, and with vLLM `weight_sync.recompute_kv_cache`, from a section of NeMo RL (`asked`), if given."""
+    """Set `overlap`, and with vLLM `weight_sync.recompute_kv_cache`, from the section of NeMo RL in `asked`."""
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
     own = algorithm.overlap
-    filled = asked.overlap.model_copy(update={"validation": own.validation})  # NeMo RL has no such key
+    filled = asked.overlap.model_copy(update={"validation": own.validation})  # not a key of NeMo RL
     _refuse_other_value(f"{section}.overlap", own, filled, name)
     algorithm.overlap = filled
     recomputes = asked.recompute_kv_cache_after_weight_updates
@@ -186,7 +186,7 @@ def _fill_overlap(
 
 
 def _refuse_other_value(place: str, own: Section, filled: Section, name: str) -> None:
-    """Refuse a key that has neither its default nor the value that another section gives it."""
+    """Refuse a key with another value than its default or the value that another section defines."""
     for key, field in type(own).model_fields.items():
         value, given = getattr(own, key), getattr(filled, key)
         if value != given and value != field.get_default(call_default_factory=True):
@@ -202,6 +202,6 @@ def _shown(value: Any) -> str:
 
 
 def _saves_in_background(config: RunConfig) -> bool:
-    """Return whether Megatron Core trains a model whose section requests saves in the background."""
+    """Return whether Megatron Core trains a model whose section configures saves in the background."""
     models = (role.section for role in trained(config.models).values())
     return any(model.backend_key == "megatron_cfg" and model.megatron_cfg.checkpoint.async_save for model in models)

@@ -1,6 +1,6 @@
-"""Checks, without importing torch, that this machine has the GPUs that `cluster` describes.
+"""Check, without importing torch, that this machine has the GPUs that `cluster` describes.
 
-The check runs before Ray starts. With `RAY_ADDRESS` nothing is checked, because a cluster may have GPUs that this
+The check runs before Ray starts. Nothing is checked if `RAY_ADDRESS` is set, because a cluster may have GPUs that this
 machine lacks.
 """
 
@@ -18,15 +18,15 @@ _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def check_device(config: RunConfig, gpu_count: int) -> None:
-    """Refuse a configuration that needs GPUs this machine does not have.
+    """Refuse a configuration that needs GPUs that this machine does not have.
 
     Args:
         config: the run's configuration.
-        gpu_count: GPUs that this process can see.
+        gpu_count: number of GPUs that are visible to this process.
 
     Raises:
         ConfigError: `cluster.num_nodes` is above 1 without a cluster, or `cluster.device` is cuda and there are too few
-            GPUs; the message names the CPU configuration.
+            GPUs. The message names the CPU configuration.
     """
     cluster = config.cluster
     if cluster_address():
@@ -54,7 +54,7 @@ def check_device(config: RunConfig, gpu_count: int) -> None:
 
 
 def count_gpus() -> int:
-    """Count the GPUs that this process can see, by CUDA_VISIBLE_DEVICES, the driver's files or nvidia-smi."""
+    """Count the GPUs visible to this process, by CUDA_VISIBLE_DEVICES, the driver's files or nvidia-smi."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = None if visible is None else [v for v in visible.split(",") if v.strip()]
     if listed is not None and (not listed or listed[0].strip() == "-1"):

@@ -1,4 +1,4 @@
-"""The master configuration of an evaluation."""
+"""Define the master configuration of an evaluation."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -41,11 +41,11 @@ class EvalMasterConfig(RunConfig):
     generation_key: ClassVar[str] = "generation"
 
     generation: EvalGenerationConfig = Field(default_factory=EvalGenerationConfig)
-    """The model and how it samples."""
+    """The model and its sampling."""
     tokenizer: EvalTokenizerConfig = Field(default_factory=EvalTokenizerConfig)
     """The tokenizer."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
-    """The metric and its settings."""
+    """The metric, and the folder of the answers."""
     data: EvalDataConfig = Field(default_factory=EvalDataConfig)
     """The problems."""
     env: EnvironmentMap = Field(default_factory=dict)
@@ -76,7 +76,7 @@ class EvalMasterConfig(RunConfig):
         yield "data", self.data.env_name
 
     def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
-        """Yield the environments that the data does not name (see `RunConfig.unused`)."""
+        """Yield the environments that the data does not name (`RunConfig.unused`)."""
         yield from unused_environments(self.env, {self.data.env_name}, ["data.env_name"])
 
     @override

@@ -1,4 +1,4 @@
-"""The master configurations of training on rollouts: their base, GRPO, PPO and on-policy distillation."""
+"""Define the master configurations of training on rollouts: their base, GRPO, PPO and on-policy distillation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -74,7 +74,7 @@ _REWARD_MODEL, _JUDGE = "env.reward_model", "env.llm_judge.engine"
 
 
 class MasterConfig(RunConfig):
-    """Base of the configurations of all algorithms that train: the sections that each of them has."""
+    """Base of the configurations of all training algorithms, with their common sections."""
 
     cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"
 
@@ -99,21 +99,21 @@ class MasterConfig(RunConfig):
 
     @property
     def models(self) -> dict[str, Role]:
-        """The models of the run by name, the policy first. Each section of the type `PolicyConfig` is a model."""
+        """Return the models of the run by name, policy first. Each section of type `PolicyConfig` is a model."""
         sections = {name: section for name, section in self.items() if isinstance(section, PolicyConfig)}
         keeps = {"policy": self.keeps_reference}
         return {name: Role(section, section.trains, keeps.get(name, False)) for name, section in sections.items()}
 
     @property
     def policy_cluster(self) -> ClusterConfig:
-        """The part of the cluster that policy and generation have, or all of it if a model is misplaced."""
+        """Return the part of the cluster for policy and generation, or all of it if a model is misplaced."""
         cluster = self.model_cluster
         misplaced = any(check_placements(self.models, cluster))
         return cluster if misplaced else divide_cluster(cluster, self.models)["policy"]
 
     @property
     def worker_kinds(self) -> list[str]:
-        """The names that `cluster.venvs` may have."""
+        """Return the names that `cluster.venvs` may contain."""
         return ["policy", *(["generation"] if self.policy.generation is not None else ())]
 
     @override
@@ -141,35 +141,35 @@ class MasterConfig(RunConfig):
 
     @property
     def recorded_algorithm(self) -> RolloutTrainingConfig | None:
-        """The section of the algorithm if its steps can be recorded and replayed."""
+        """Return the algorithm's section if its steps can be recorded and replayed, or None."""
         return None
 
 
 class RolloutMasterConfig(MasterConfig):
-    """Base of the configurations whose policy samples the answers that it is trained on."""
+    """Base of the configurations whose policy is trained on its own answers."""
 
     samples: ClassVar[bool] = True
 
     env: EnvironmentMap = Field(default_factory=dict)
-    """Environments by name; data entries choose by env_name."""
+    """Environments by name. Data entries choose one by env_name."""
 
     @property
     def reward_model(self) -> RewardModelEnvironmentConfig | None:
-        """The section of the reward model, or None if no data names the environment reward_model."""
+        """Return the reward model's section, or None if the data does not name the environment reward_model."""
         section = self.env.get("reward_model")
         is_used = any(name == "reward_model" for _, name in self.env_entries())
         return section if is_used and isinstance(section, RewardModelEnvironmentConfig) else None
 
     @property
     def llm_judge(self) -> LLMJudgeConfig | None:
-        """The section of the judge on engines of this run, or None if no data names it or it is at an endpoint."""
+        """Return the section of the judge on the run's engines. None if no data names it or it is at an endpoint."""
         section = self.env.get("llm_judge")
         is_used = any(name == "llm_judge" for _, name in self.env_entries())
         return section if is_used and isinstance(section, LLMJudgeConfig) and section.engine else None
 
     @property
     def judges(self) -> Judges:
-        """The sections of models with devices of their own that reward answers."""
+        """Return the sections of models that reward answers on their own devices."""
         judges: dict[str, RewardModelEnvironmentConfig | JudgeEngineConfig] = {}
         if self.reward_model is not None:
             judges[_REWARD_MODEL] = self.reward_model
@@ -179,7 +179,7 @@ class RolloutMasterConfig(MasterConfig):
 
     @property
     def model_cluster(self) -> ClusterConfig:
-        """The part of the cluster that is left after the judges and NeMo Gym have their machines."""
+        """Return the cluster without the machines of judges and NeMo Gym."""
         return left_by_judges(left_by_gym(self.cluster, self.env), self.judges)
 
     @override
@@ -224,7 +224,7 @@ class RolloutMasterConfig(MasterConfig):
     def findings(self) -> Findings:
         yield from super().findings()
         yield from check_judges(self.judges, self.cluster)
-        if not self.data.has_user_data:  # the environments of user data are known later
+        if not self.data.has_user_data:  # environments of user data are unknown
             used, generation = {name for _, name in self.env_entries()}, self.policy.generation
             yield from check_nemo_gym(self.env, used, self.cluster)
             yield from check_http_server(self.generation_key, generation, self.env, used)
@@ -240,7 +240,7 @@ class RolloutMasterConfig(MasterConfig):
 
     @property
     def algorithm(self) -> RolloutTrainingConfig:
-        """The section of the algorithm."""
+        """Return the section of the algorithm."""
         raise NotImplementedError
 
 
@@ -252,27 +252,27 @@ class PolicyGradientMasterConfig(RolloutMasterConfig):
 
     @property
     def algorithm(self) -> RewardedTrainingConfig:
-        """The section of the algorithm."""
+        """Return the section of the algorithm."""
         raise NotImplementedError
 
     @property
     def num_epochs(self) -> int:
-        """Passes over the samples of a step."""
+        """Return the number of passes over the samples of a step."""
         return 1
 
     @property
     def updates_per_step(self) -> int:
-        """The number of optimizer updates of the policy in a step."""
+        """Return the number of optimizer updates of the policy in a step."""
         samples = self.algorithm.num_prompts_per_step * self.algorithm.num_generations_per_prompt
         return self.num_epochs * -(-samples // self.policy.train_global_batch_size)
 
     @property
     def keeps_reference(self) -> bool:
-        """True if the loss or the reward has a penalty for the distance from the initial policy."""
+        """Return True if loss or reward has a penalty for the distance from the initial policy."""
         return self.loss_fn.reference_policy_kl_penalty != 0
 
     def policy_gradient_findings(self, section: str) -> Findings:
-        """Yield errors of the keys that all algorithms with a policy-gradient loss have.
+        """Yield errors of keys that all algorithms with a policy-gradient loss have.
 
         Args:
             section: name of the algorithm's section.
@@ -301,11 +301,11 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
     """The algorithm."""
     async_rl: AsyncRLConfig | None = None
-    """NeMo RL's newer section for overlap; fills in grpo.overlap unless it is null."""
+    """NeMo RL's newer section for overlap. Unless it is null, it fills in grpo.overlap."""
     reward_penalties: RewardPenaltyConfig = Field(default_factory=RewardPenaltyConfig)
     """Penalties on the form of answers."""
     effort_levels: dict[str, EffortLevelConfig] = Field(default_factory=dict)
-    """Levels of effort by name, of which each prompt has one; none by default."""
+    """Levels of effort by name. Each prompt has one level. By default, there are none."""
 
     @property
     def algorithm(self) -> GRPOConfig:
@@ -409,7 +409,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
     policy: PolicyConfig
     """The student: the model that is trained."""
     teacher: TeacherConfig
-    """The model that the student learns from."""
+    """The teacher: the model that the student learns from."""
     checkpointing: DistillationCheckpointingConfig = Field(default_factory=DistillationCheckpointingConfig)
     """Saving and resuming."""
 

@@ -1,4 +1,4 @@
-"""The base of all master configurations, of training and of evaluation."""
+"""Define the base of all master configurations, of training and of evaluation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -15,7 +15,7 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 INHERITED = "data.default"
-"""Section with defaults of data entries. Its keys are checked in the entries that take them over."""
+"""Section with defaults of data entries. Its keys are checked in the entries."""
 
 
 class RunConfig(Section):
@@ -24,13 +24,13 @@ class RunConfig(Section):
     _hidden: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
 
     cpu_config: ClassVar[str]
-    """Example configuration that runs on a CPU; errors about missing GPUs name it."""
+    """Example configuration that runs on a CPU. Errors about missing GPUs name it."""
     samples: ClassVar[bool] = False
-    """Whether engines sample answers, which environments reward."""
+    """Whether engines sample answers and environments reward them."""
     generation_key: ClassVar[str] = "policy.generation"
-    """Dotted key of the section of the engines."""
+    """Dotted key of the engines' section."""
 
-    if TYPE_CHECKING:  # pydantic would move a field of the base before the sections of the algorithm
+    if TYPE_CHECKING:  # pydantic puts fields of a base class first
         cluster: ClusterConfig
 
         @property
@@ -39,7 +39,7 @@ class RunConfig(Section):
 
     @property
     def hidden_places(self) -> Mapping[tuple[str | int, ...], str]:
-        """The text to write in place of each secret of this configuration, by its place (`base.hidden_values`)."""
+        """Return the text that replaces each secret of this configuration, by its place (`base.hidden_values`)."""
         return self._hidden
 
     def hide(self, places: Mapping[tuple[str | int, ...], str]) -> None:
@@ -48,39 +48,39 @@ class RunConfig(Section):
 
     @property
     def models(self) -> dict[str, Role]:
-        """The models that have ranks, by name, or none if only engines hold a model."""
+        """Return the models with ranks, by name. There are none if only engines hold a model."""
         return {}
 
     def rows_of(self, model: str) -> int:
-        """Return the number of rows of one training sample of a model, which is 2 for a pair of answers."""
+        """Return the number of rows per training sample of a model: 2 for pairs of answers."""
         return 1
 
     @property
     def model_cluster(self) -> ClusterConfig:
-        """The part of the cluster that models and engines have."""
+        """Return the part of the cluster for models and engines."""
         return self.cluster
 
     @property
     def keeps_reference(self) -> bool:
-        """True if the policy's initial weights are kept for reference log-probabilities."""
+        """Return True if the policy's initial weights are kept for reference log-probabilities."""
         return False
 
     @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """Sections of parts that are chosen by name and constructed in the controller, by their dotted keys."""
+        """Return the sections of parts that are chosen by name and constructed in the controller, by dotted key."""
         return {}
 
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
-        """Yield, for each model, the key of its name, the key of its tokenizer's name, and its section."""
+        """Yield, for each model, the keys of its name and of its tokenizer's name, and its section."""
         for name, role in self.models.items():
             yield f"{name}.model_name", f"{name}.tokenizer.name", role.section
 
     def env_entries(self) -> Iterator[tuple[str, str | None]]:
-        """Yield the key of each data entry whose answers are rewarded, and the name of its environment."""
+        """Yield the key and the environment's name of each data entry whose answers are rewarded."""
         yield from ()
 
     def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
-        """Yield keys that nothing of the run uses, each with the reason and with the keys that make it unused."""
+        """Yield keys that the run does not use, with the reason and the keys that make them unused."""
         yield from ()
 
     def path_keys(self) -> Iterator[PathKey]:
@@ -88,21 +88,21 @@ class RunConfig(Section):
         raise NotImplementedError
 
     def findings(self) -> Findings:
-        """Yield errors of keys that are right by themselves, to which a subclass adds the rules of its algorithm."""
+        """Yield errors of keys that are individually valid. Subclasses add the rules of their algorithm."""
         raise NotImplementedError
 
     def missing_files(self) -> Findings:
-        """Yield errors of the files and folders that keys name, if these can only be local."""
+        """Yield errors of missing files and folders that keys name, if these can only be local."""
         return check_files(path for path in self.path_keys() if path.place != INHERITED)
 
     def notes(self) -> Iterator[str]:
-        """Yield hints for the user before the run starts, which are no errors."""
+        """Yield hints for the user before the run starts. They are not errors."""
         yield from ()
 
     def check(self) -> None:
         """Check keys against each other, and that the files that they name exist.
 
         Raises:
-            ConfigError: a key contradicts another one or names a missing file; the message lists all findings.
+            ConfigError: a key contradicts another one or names a missing file. The message lists all findings.
         """
         report_findings(chain(self.findings(), self.missing_files()))

@@ -1,4 +1,4 @@
-"""The master configurations of SFT, DPO and reward-model training."""
+"""Define the master configurations of SFT, DPO and reward-model training."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -71,7 +71,7 @@ class SupervisedMasterConfig(MasterConfig):
     section: ClassVar[str]
     """Name of the algorithm's section."""
     validation_metrics: ClassVar[tuple[str, ...] | None] = None
-    """All metrics of a validation, or None if the loss decides them."""
+    """All metrics of a validation. None if they depend on the loss."""
     ignored: ClassVar[dict[str, str]] = MasterConfig.ignored | {"env": "nothing is rewarded here"}
 
     policy: SupervisedPolicyConfig
@@ -140,7 +140,7 @@ class DPOMasterConfig(SupervisedMasterConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """True if the loss compares with the initial policy, as all losses but SimPO and ORPO do."""
+        """Return True if the loss compares with the initial policy, as in all variants but SimPO and ORPO."""
         return self.dpo.preference_loss not in ("simpo", "orpo")
 
     @override

@@ -1,1 +1,1 @@
-"""Defines the sections: every key with its type, default, unit and one sentence."""
+"""Define the sections: every key with its type, default, unit and description."""

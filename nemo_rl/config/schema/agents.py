@@ -1,6 +1,6 @@
-"""Keys of environments with agents, and of the endpoint that they call.
+"""Define the keys of environments with agents, and of the endpoint that they call.
 
-`env.agent` has a program that plays each sample; samples of `env.nemo_gym` are played by agents of NeMo Gym.
+In `env.agent`, a program plays each sample. In `env.nemo_gym`, agents of NeMo Gym do.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -29,7 +29,7 @@ _BELONGS_TO = {"kwargs": "program", "environment": "command", "readable": "comma
 
 
 DEFAULT_INVALID_TOOL_CALL_PATTERNS = ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"]
-"""Texts that remain in an answer if a tool call in it could not be parsed."""
+"""Texts that remain in an answer if one of its tool calls could not be parsed."""
 
 
 PLUGIN_KEYS = ("tool_parser_plugin", "reasoning_parser_plugin")
@@ -37,54 +37,52 @@ PLUGIN_KEYS = ("tool_parser_plugin", "reasoning_parser_plugin")
 
 
 class AgentKeys(Section):
-    """Keys of every agent environment: how its programs sample, and what is trained."""
+    """Keys of every agent environment: sampling of its programs, and what is trained."""
 
     tool_parser: str | None = None
-    """Parser of vLLM that finds tool calls in an answer of the model; null: a parser for the format that the chat
-    template writes."""
+    """vLLM's parser that finds tool calls in an answer; null: a parser for the format that the chat template writes."""
     reasoning_parser: str | None = None
-    """Parser of vLLM that separates the reasoning from an answer; null: the reasoning is not separated."""
+    """vLLM's parser that separates the reasoning from an answer; null: the reasoning is not separated."""
     tool_parser_plugin: str | None = None
     """Python file that registers a tool parser with vLLM; null: none."""
     reasoning_parser_plugin: str | None = None
     """Python file that registers a reasoning parser with vLLM; null: none."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template for the requests of the program. They override those of
+    """Variables of the chat template for the requests of the program. These override
     policy.tokenizer.chat_template_kwargs, and the variables of a request override both. null: none."""
     invalid_tool_call_patterns: list[str] = Field(default_factory=DEFAULT_INVALID_TOOL_CALL_PATTERNS.copy)
-    """Texts that show a tool call which could not be parsed, if an answer has them besides its parsed calls; see
+    """Texts that show an unparsed tool call, if an answer contains them besides its parsed calls; see
     grpo.invalid_tool_call_advantage."""
     max_calls: Count = 64
-    """Calls of the model that one program may make; further ones are refused."""
+    """Number of model calls that one program may make; further calls are refused."""
     sampling: Literal["run", "request"] = "run"
     """Source of temperature and top_p: the run, or each request."""
     credit: Literal["all", "last"] = "all"
-    """Conversations of a program that its reward trains: all, or the one that ended last."""
+    """Conversations of a program that its reward trains: all of them, or only the one that ended last."""
     history: Literal["keep", "template"] = "keep"
-    """Earlier answers in a conversation: keep the tokens that were sampled, or render them again with the chat
-    template."""
+    """Treatment of earlier answers in a conversation: keep the sampled tokens, or render the answers again with the
+    chat template."""
 
 
 class AgentEndpointConfig(Section):
-    """The endpoint that the programs of agent environments call, which runs where rollouts are played."""
+    """The endpoint that programs of agent environments call. It runs where rollouts are played."""
 
     host: Host = "127.0.0.1"
-    """Address to listen on. Programs on other machines need "0.0.0.0"; every request needs the key of a sample in any
-    case."""
+    """Address to listen on. Programs on other machines need "0.0.0.0". Every request needs the key of a sample."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on; 0: a free one. With cluster.rollout_runners it must be 0."""
+    """Port to listen on; 0: a free port. With cluster.rollout_runners it must be 0."""
     public_host: Host | None = None
     """Host in the addresses that programs get; null: host, or the address of the machine for "0.0.0.0"."""
     max_request_mb: Annotated[float, Field(gt=0, le=64)] = 1.0
-    """Largest body of a request, in MiB; larger ones are answered with status 413."""
+    """Largest body of a request, in MiB; a larger request is answered with status 413."""
     max_concurrent_calls: Count = 64
-    """Most requests of one sample's program that are answered at the same time; further ones get status 429."""
+    """Largest number of concurrent requests of one sample's program; further requests get status 429."""
     max_requests_per_minute: Count | None = None
     """Most requests of one sample's program within a minute; further ones get status 429; null: no limit."""
 
 
 class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
-    """A program that is started for each sample, calls the model as often as it wants, and returns the reward."""
+    """A program that is started for each sample, calls the model as often as necessary, and returns the reward."""
 
     place: ClassVar[str] = "env.agent"
 
@@ -99,22 +97,22 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     service: HttpAddress | None = None
     """Address to which each task is posted as JSON, and which answers with the reward."""
     timeout_s: Seconds = 300.0
-    """Time limit of one program in seconds. A program that takes longer is ended, and its sample has an error. A
+    """Time limit of a program in seconds. A program that takes longer is ended, and its sample gets an error. A
     function on a thread cannot be ended, but its result is ignored."""
     step_timeout_s: Seconds = 600.0
     """Time limit in seconds of a program and its grading together."""
     max_open_episodes: Count = 64
     """Programs that run at the same time; further programs wait, and the wait does not count against their deadline."""
     num_workers: Workers = 1
-    """Processes among which the programs are divided; more processes help if functions compute much."""
+    """Number of processes among which the programs are divided. More processes help if functions compute much."""
     max_memory_gb: Gibibytes | None = None
     """Gibibytes that each process of the environment may use, with the processes that it started; null: no limit."""
     row_fields: list[str] | None = None
     """Fields of the row that the program gets, such as ground_truth; null: all with program and service, none with
     command."""
     grader: GraderConfig | None = None
-    """The environment that grades the answer of the program; null: the program returns the reward."""
-    sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"  # type: ignore[assignment]  # one choice more
+    """The environment that grades the program's answer; null: the program returns the reward."""
+    sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"  # type: ignore[assignment]  # one more choice
     """With command: sandbox of the process, which can reach only the endpoint. auto: the first mechanism that works on
     the machine; none: no sandbox, so the command has all rights of the run."""
     readable: list[str] = Field(default_factory=list)
@@ -122,13 +120,13 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     memory_mb: ProgramMebibytes = 4096
     """With command in a sandbox: memory in MiB."""
     max_processes: Workers = 64
-    """With command in a sandbox: processes and threads."""
+    """With command in a sandbox: largest number of processes and threads."""
     file_mb: Mebibytes = 64
-    """With command in a sandbox: size of each file that the command writes, in MiB."""
+    """With command in a sandbox: largest size of each file that the command writes, in MiB."""
     scratch_mb: Mebibytes = 256
-    """With command in a sandbox: total size of the files that the command writes, in MiB."""
+    """With command in a sandbox: largest total size of the files that the command writes, in MiB."""
     output_bytes: Amount = 1048576
-    """With command: bytes of output after which the process is ended."""
+    """With command: number of bytes of output after which the process is ended."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -153,11 +151,11 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
 NEMO_GYM = "nemo_gym"
 """Name of the environment with agents of NeMo Gym."""
 RESULTS_FILE = "results.jsonl"
-"""File in log_dir with the results of rollouts."""
+"""File in log_dir for the results of rollouts."""
 
 
 class HeadServerConfig(Section):
-    """The head server of NeMo Gym, which knows the addresses of all other servers."""
+    """NeMo Gym's head server, which stores the addresses of all other servers."""
 
     host: Host = "127.0.0.1"
     """Host of the head server."""
@@ -185,24 +183,24 @@ class NemoGymConfig(AgentKeys):
     }
 
     config_paths: list[str] = Field(default_factory=list)
-    """Configuration files of NeMo Gym that say which servers are started, as paths here or in NeMo Gym's folder. Empty:
-    the servers run already, and head_server says where."""
+    """Configuration files of NeMo Gym for the servers to start, as paths here or in NeMo Gym's folder. If empty, the
+    servers already run at head_server."""
     servers: dict[str, Any] = Field(default_factory=dict)
     """Configuration of servers that is added to that of config_paths. Keys of env.nemo_gym that this table does not
     list are added too."""
     effort_levels: dict[str, EffortLevelConfig] | None = None
-    """The same keys as in the section effort_levels, at another place; null: the section effort_levels counts."""
+    """The keys of the section effort_levels, at another place; null: the section effort_levels is used."""
     num_gpu_nodes: CountOrZero = 0
-    """On GPUs: machines of the cluster that are left to the models of NeMo Gym's servers."""
+    """On GPUs: number of machines of the cluster for the models of NeMo Gym's servers."""
     head_server: HeadServerConfig | None = None
-    """Address of the head server that runs already or is to be started; null: a free port of this machine."""
+    """Address of the head server, which runs already or is started; null: a free port of this machine."""
     command: list[str] = Field(default_factory=lambda: ["ng_run"], min_length=1)
     """Program and first arguments that start the servers."""
     uv_venv_dir: str | None = None
-    """Folder of NeMo Gym's Python environments. The program of command is looked up in its bin first, and the servers
+    """Folder of NeMo Gym's Python environments. The program of command is first looked up in its bin, and the servers
     make their environments below it. null: PATH, and a folder that NeMo Gym chooses."""
     uv_cache_dir: str | None = None
-    """Cache of uv for these environments; null: uv's own."""
+    """Cache of uv for these environments; null: uv's default."""
     port_range_low: Port | None = None
     """Lowest port of the servers; null: NeMo Gym chooses."""
     port_range_high: Port | None = None
@@ -212,31 +210,31 @@ class NemoGymConfig(AgentKeys):
     start_timeout_s: Seconds = 600.0
     """Time limit in seconds until all servers answer."""
     timeout_s: Seconds = 900.0
-    """Time limit of one rollout in seconds; after that its sample has an error."""
+    """Time limit of a rollout in seconds; after that, its sample gets an error."""
     step_timeout_s: Seconds = 1800.0
-    """Time limit in seconds of a rollout together with the start of the servers, for which the first rollout waits."""
+    """Time limit in seconds of a rollout including the start of the servers, for which the first rollout waits."""
     max_open_episodes: Count = 256
-    """Rollouts at the same time; further rollouts wait, and the wait does not count against their deadline."""
+    """Number of concurrent rollouts. Further rollouts wait, and the wait does not count against their time limit."""
     max_memory_gb: Gibibytes | None = None
     """Gibibytes that the environment and its servers may use together; null: no limit."""
     thinking_tags: list[str] | None = None
     """Texts that begin and end thinking; null: those of reward_penalties.thinking_tags."""
     should_use_nemo_gym: bool | None = None
-    """No effect on the run, in which env_name of data entries decides. true, also written env.should_use_nemo_gym,
-    demands that a data entry uses nemo_gym."""
+    """No effect on the run, because env_name of data entries decides. true, also written env.should_use_nemo_gym,
+    requires that a data entry uses nemo_gym."""
     should_mask_flagged_samples: bool = True
     """Exclude samples whose flag_field is true from training; also written env.should_mask_flagged_samples."""
     flag_field: str = "mask_sample"
-    """Field of a result that is true if its sample must not train the model."""
+    """Field of a result that is true if its sample is excluded from training."""
     should_log_nemo_gym_responses: bool = False
-    """Write each result with all items to results.jsonl in log_dir, also written env.should_log_nemo_gym_responses."""
+    """Write each result with all items to results.jsonl in log_dir. Also written env.should_log_nemo_gym_responses."""
     is_trajectory_collection: bool = False
-    """Instead of training, play the validation rows once and write the results as with should_log_nemo_gym_responses.
+    """Play the validation rows once instead of training, and write the results as with should_log_nemo_gym_responses.
     This is a key of examples/nemo_gym/run_grpo_nemo_gym.py."""
 
     @property
     def logs_results(self) -> bool:
-        """True if results are written to a file."""
+        """Return True if results are written to a file."""
         return self.should_log_nemo_gym_responses or self.is_trajectory_collection
 
     @model_validator(mode="after")

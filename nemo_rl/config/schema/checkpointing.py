@@ -1,4 +1,4 @@
-"""Keys of `checkpointing`: when a run is saved, where, and which saves are kept.
+"""Define the keys of `checkpointing`: times and places of saves, and which checkpoints are kept.
 
 Invariant: a metric name always begins with `val:` or `train:`.
 """
@@ -34,25 +34,25 @@ class CheckpointingConfig(Section):
     checkpoint_dir: str = "results/grpo"
     """Folder of the checkpoints, each in a folder step_<N>."""
     metric_name: str | None = "val:accuracy"
-    """Metric that ranks checkpoints, as val:<name> or train:<name>; null: newer ones rank higher."""
+    """Metric that ranks checkpoints, as val:<name> or train:<name>; null: newer checkpoints rank higher."""
     higher_is_better: bool = True
     """Whether a larger metric is better."""
     keep_top_k: Count | None = 3
-    """Best checkpoints kept besides the newest one; null: all."""
+    """Number of best checkpoints that are kept besides the newest one; null: all."""
     save_period: Amount = 10
-    """Steps from one save to the next."""
+    """Number of steps between two saves."""
     checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:[0-5]\d:[0-5]\d$")] | None = None
-    """Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none."""
+    """Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: no limit."""
     signal_grace_s: Seconds = 600.0
-    """Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the running step and its checkpoint have to be
-    done; then the run ends without a checkpoint."""
+    """Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the running step and its checkpoint must be
+    finished. After that, the run ends without a checkpoint."""
     save_optimizer: bool = True
-    """Store the optimizer state; without it a resumed run starts with a new optimizer."""
+    """Store the optimizer state. Without it, a resumed run starts with a new optimizer."""
     allow_changed: list[str] = Field(default_factory=list)
-    """Keys or sections that may differ from the configuration of the checkpoint a run resumes from, for example
-    [data.train, grpo.seed]; policy.optimizer also allows a resume without an optimizer state."""
+    """Keys or sections that may differ from the configuration of the checkpoint from which a run resumes, for example
+    [data.train, grpo.seed]. policy.optimizer also allows a resume without optimizer state."""
     is_async: bool = False
-    """Copy the state of the ranks into host memory and write it while training continues; a checkpoint counts when it
+    """Copy the state of the ranks to host memory, and write it while training continues. A checkpoint is valid when it
     is complete."""
     save_consolidated: bool = False
     """Also write policy/weights/model/consolidated: a self-contained folder with the model in policy.precision and its
@@ -79,5 +79,5 @@ class CheckpointingConfig(Section):
         )
 
     def allows(self, key: str) -> bool:
-        """Return whether `allow_changed` names a key or a section it is in."""
+        """Return whether `allow_changed` names a key or a section that contains it."""
         return any(key == allowed or key.startswith(f"{allowed}.") for allowed in self.allow_changed)

@@ -1,6 +1,6 @@
-"""Keys of `cluster`: devices, processes, deadlines.
+"""Define the keys of `cluster`: devices, processes, deadlines.
 
-Invariant: the choice of device is made here once; every other package reads `uses_gpu` or `host.device`.
+Invariant: the device is chosen once, here. Every other package reads `uses_gpu` or `host.device`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -28,32 +28,32 @@ def _known_optimizations(choice: str | list[str]) -> str | list[str]:
 
 
 Device = Literal["cuda", "cpu"]
-"""Where models compute."""
+"""Device on which models compute."""
 
 EnvVars = dict[str, Annotated[str, BeforeValidator(_as_text)]]
-"""Environment variables of processes; numbers are written as text."""
+"""Environment variables of processes. Numbers are written as text."""
 
 
 class TimeoutsConfig(Section):
-    """Deadlines of the phases. A run that misses one stops and names what it waited for."""
+    """Deadlines of the phases. A run that misses a deadline stops and names what it waited for."""
 
     setup_s: Seconds = 900.0
     """Time limit in seconds for starting all workers and engines."""
     rollout_s: Seconds = 3600.0
     """Time limit in seconds for the rollouts of one step."""
     engine_silence_s: Seconds = 300.0
-    """Seconds that a generation engine with open requests may stay silent, four times this while its process computes.
-    Then the engine is stopped and replaced like a crashed one."""
+    """Seconds for which a generation engine with open requests may be silent, or four times as long while its process
+    computes. After that, the engine is stopped and replaced like a crashed one."""
     rollout_runner_silence_s: Seconds = 120.0
-    """Seconds that a rollout runner may give no sign of life. Then it is stopped and replaced like a crashed one, and
-    its open groups are played again."""
+    """Seconds for which a rollout runner may be silent. After that, it is stopped and replaced like a crashed one, and
+    its open groups are sampled again."""
     train_s: Seconds = 3600.0
-    """Time limit in seconds for one training or logprob call."""
+    """Time limit in seconds for one call for training or log-probabilities."""
     weight_sync_s: Seconds = 600.0
-    """Time limit in seconds for moving weights to the engines."""
+    """Time limit in seconds for sending weights to the engines."""
     environment_s: Seconds = 600.0
-    """Time limit in seconds for an environment to answer one sample. A batch that takes longer is stepped again sample
-    by sample; a single sample that takes longer gets an error."""
+    """Time limit in seconds for an environment to answer one sample. A batch that takes longer is repeated sample by
+    sample. A single sample that takes longer gets an error."""
     checkpoint_s: Seconds = 1800.0
     """Time limit in seconds for writing or reading a checkpoint."""
     venv_s: Seconds = 1800.0
@@ -63,16 +63,16 @@ class TimeoutsConfig(Section):
 
 
 class VenvConfig(Section):
-    """The Python environment of one kind of worker, made once on each node where its processes may run."""
+    """The Python environment of one kind of worker. It is made once on each node on which its processes may run."""
 
     extras: list[str] | None = None
-    """Make an environment with the dependencies of nemo_rl and of these extras, and nothing else; null: the packages of
-    the driver."""
+    """Make an environment with the dependencies of nemo_rl and of these extras only; null: the packages of the
+    driver."""
     packages: list[str] = Field(default_factory=list)
-    """Requirements to add, in pip's syntax; a wheel or a folder by its path. Packages that are already installed keep
-    their version unless they are named here."""
+    """Additional requirements in pip's syntax; a wheel or a folder is given by its path. Installed packages keep their
+    version unless they are named here."""
     py_executable: str | None = None
-    """Path of an interpreter that every node has, used instead of making an environment."""
+    """Path of an interpreter on every node, which is used instead of a new environment."""
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Self:
@@ -83,7 +83,7 @@ class VenvConfig(Section):
 
 
 class DataPlaneConfig(Section):
-    """NeMo RL's section for moving rows without the driver. Here, rollout runners and Ray's object store do this."""
+    """NeMo RL's section for moving rows without the driver. Rollout runners and Ray's object store do this here."""
 
     ignored: ClassVar[dict[str, str]] = dict.fromkeys(
         (
@@ -94,50 +94,50 @@ class DataPlaneConfig(Section):
     )
 
     enabled: bool = False
-    """Play rollouts in runners, one on each machine, so that tokens stay out of the driver: fills in
-    cluster.rollout_runners if that is 0 and the run can have runners."""
+    """Sample rollouts in runners, one per machine, so that tokens do not pass through the driver. This fills in
+    cluster.rollout_runners if it is 0 and the run can have runners."""
 
 
 class ClusterConfig(Section):
     """Machines and processes."""
 
     device: Device = "cuda"
-    """Where policy and engines compute: on GPUs or on the CPU."""
+    """Device of policy and engines: GPUs or the CPU."""
     num_nodes: Count = 1
-    """Machines in the run."""
+    """Number of machines of the run."""
     segment_size: Count | None = None
-    """Machines, consecutive in the order of ranks, that must be in one NVLink domain. Ray resources
-    `nvlink_domain_<id>`, which ray.sub sets, say which machines form a domain. null, or no such resources: machines in
-    the order of their addresses."""
+    """Number of machines, consecutive in rank order, that must be in one NVLink domain. Ray resources
+    `nvlink_domain_<id>`, which ray.sub sets, define the domains. null, or no such resources: machines in the order of
+    their addresses."""
     gpus_per_node: Annotated[WorkersOrNone, OnlyWith("device", ("cuda",))] = 1
-    """GPUs used on each machine."""
+    """Number of GPUs used on each machine."""
     gpu_memory_gb: Annotated[Gibibytes | None, OnlyWith("device", ("cuda",))] = None
     """Gibibytes of each GPU, for predictions of memory on other machines; null: the memory of the GPUs of this machine,
     or 80 in a dry run without GPUs."""
     ranks_per_node: Workers | None = None
-    """Policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU."""
+    """Number of policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU."""
     threads_per_rank: Workers | None = None
-    """CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1. With overlap.mode=ahead the
-    cores are divided among engines on the same machine too."""
+    """Number of CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1. With
+    overlap.mode=ahead, the cores are also divided among engines on the same machine."""
     max_actor_restarts: CountOrZero = 10
-    """Restarts after which a run stops: of all generation engines together, or of one environment without an answer in
-    between."""
+    """Number of restarts after which a run stops: of all generation engines together, or of one environment without an
+    answer in between."""
     max_run_restarts: CountOrZero | None = None
-    """Times that a run replaces the ranks of its models after one of them died or hung, and trains again from the
-    newest checkpoint, or from step 1 if there is none yet; engines and environments stay. null: 3 with
+    """Number of times that a run replaces the ranks of its models after a rank died or hung, and trains again from the
+    newest checkpoint, or from step 1 without one. Engines and environments are kept. null: 3 with
     checkpointing.enabled, else 0."""
     rollout_runners: WorkersOrNone = 0
-    """Actors, spread over the nodes, that play rollouts; 0: the driver plays them. With runners, tokens and texts stay
-    in Ray's object store, and the driver sees only lengths, rewards and versions. Each runner has engines and
-    environment processes of its own. For GRPO, see docs/development/rollout-runners.md."""
+    """Number of actors, on different nodes, that sample rollouts; 0: the driver samples them. With runners, tokens and
+    texts stay in Ray's object store, and the driver gets only lengths, rewards and versions. Each runner has its own
+    engines and environment processes. Only for GRPO; see docs/development/rollout-runners.md."""
     agent_endpoint: AgentEndpointConfig = Field(default_factory=AgentEndpointConfig)
     """The HTTP endpoint from which agent programs sample."""
     venvs: dict[str, VenvConfig] = Field(default_factory=dict)
     """Separate Python environments, for `policy` (teachers included), for `generation`, or for an environment by its
     name in env; all other workers use the driver's interpreter."""
     optimizations: Annotated[Literal["auto", "none"] | list[str], AfterValidator(_known_optimizations)] = "auto"
-    """Speed-ups of start-up and CPU steps that change no result: `auto` takes all whose libraries have the versions
-    that they were written for, `none` takes none, a list of names only those (docs/development/optimizations.md)."""
+    """Optimizations of the start and of CPU steps that do not change results: `auto` uses all whose libraries have the
+    tested versions, `none` uses none, and a list of names uses only those (docs/development/optimizations.md)."""
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     """Deadlines of the phases."""
     master_port_range_low: Port | None = 1400
@@ -147,7 +147,7 @@ class ClusterConfig(Section):
 
     @property
     def uses_gpu(self) -> bool:
-        """True if policy and engines run on GPUs."""
+        """Return True if policy and engines run on GPUs."""
         return self.device == "cuda"
 
     @property

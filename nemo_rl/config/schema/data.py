@@ -1,6 +1,6 @@
-"""Keys of `data`: data sets for training and validation, and the conversion of rows to prompts.
+"""Define the keys of `data`: data sets for training and validation, and the conversion of rows to prompts.
 
-Invariant: a key that an entry of `train` or `validation` leaves out comes from `data.default`.
+Invariant: a key that an entry of `train` or `validation` omits comes from `data.default`.
 """
 
 import re
@@ -26,42 +26,42 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class CurriculumPhase(Section):
-    """Weights of the data sets from a step on."""
+    """Weights of the data sets, starting at a step."""
 
     from_step: AmountOrZero
-    """Finished steps after which prompts are drawn with these weights; 0 for the first phase."""
+    """Number of finished steps after which prompts are drawn with these weights; 0 for the first phase."""
     weights: dict[str, FactorOrZero]
-    """Weight of each data set by its name, as data.train.weight; 0 draws no prompt from it."""
+    """Weight of each data set by name, like data.train.weight; 0 draws no prompts from it."""
 
 
 class AccuracyRuleConfig(Section):
-    """Draw most from the data sets that the policy solves about as often as the target."""
+    """Draw more prompts from data sets whose share of solved samples is close to the target."""
 
     target: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of solved samples at which a data set keeps its whole weight; the weight falls linearly to 0 at the
-    accuracy that is farthest from the target, 0 or 1."""
+    """Share of solved samples at which a data set keeps its whole weight. The weight falls linearly to 0 at the
+    accuracy farthest from the target, 0 or 1."""
     min_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Least share of the prompts that a data set with a weight above 0 gets, even if it is solved."""
+    """Smallest share of the prompts for each data set with a weight above 0, even if it is solved."""
     average_over: Count = 64
-    """Groups of a data set that its recent accuracy averages over; older ones count less and less."""
+    """Number of groups over which the recent accuracy of a data set is averaged; older groups have less weight."""
     solved_above: Number = 0.0
-    """A sample counts as solved if its reward is above this."""
+    """A sample is solved if its reward is above this value."""
 
 
 class CurriculumConfig(Section):
     """Weights of data sets that change during the run."""
 
     phases: list[CurriculumPhase] = Field(default_factory=list)
-    """Weights by step, in place of data.train.weight."""
+    """Weights by step, instead of data.train.weight."""
     interpolation: Literal["none", "linear"] = "none"
-    """none: the weights of a phase stay until the next phase; linear: the weights of a phase change evenly over its
-    steps into the weights of the next phase, and the weights of the last phase stay."""
+    """none: the weights of a phase apply until the next phase; linear: the weights of a phase change linearly, over its
+    steps, to those of the next phase, and the last weights stay."""
     accuracy: AccuracyRuleConfig | None = None
-    """Weights by recent accuracy, multiplied with those of the phases or of data.train.weight; null: no such rule."""
+    """Weights by recent accuracy, multiplied by those of the phases or of data.train.weight; null: no such weights."""
 
 
 Operand = Annotated[int, Field(ge=-(10**15), le=10**15)]
-"""A number in a generated problem; the bound keeps sums exact for every tokenizer and verifier."""
+"""A number in a generated problem. Its bound keeps sums exact for every tokenizer and verifier."""
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _MEDIA = "multimodal data"
@@ -89,34 +89,33 @@ class DatasetDefaults(Section):
     subset: str | None = None
     """Configuration name of a hub data set."""
     split: str | None = None
-    """Split of a hub data set; null: the usual one."""
+    """Split of a hub data set; null: its default."""
     split_validation_size: Annotated[int, Field(ge=0, le=1e12, strict=True)] | Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Training rows set aside for validation: their share if the value is below 1, else their number."""
+    """Training rows reserved for validation: a share if the value is below 1, otherwise a number."""
     max_samples: Amount | None = None
-    """Most rows to use, drawn at random by seed before split_validation_size sets any aside; all rows where the data
-    set has fewer; null: all."""
+    """Largest number of rows, drawn at random by seed before split_validation_size reserves any; null: all rows."""
     repeat: Count = 1
-    """Number of times all rows are repeated, one complete copy after another: validation then averages over several
-    answers to a prompt. Rows set aside by split_validation_size come once."""
+    """Number of times that all rows are repeated, one complete copy after another, so that validation averages over
+    several answers to a prompt. Rows reserved by split_validation_size occur once."""
     weight: Factor | None = None
-    """Share of the prompts of each step that come from this entry of data.train, over the sum of all weights; null for
-    all entries: their rows are shuffled together."""
+    """Weight of this entry of data.train: its share of the prompts of each step, relative to the sum of all weights;
+    null for all entries: their rows are shuffled together."""
     name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = None
     """Name of the data set in data.curriculum and in metrics; null: the first of env_name, dataset_name and data_path
-    that tells all training entries apart. Validation rows with a name are reported separately: under validation/<name>/
-    (GRPO, PPO and distillation) or validation-<name>/ (SFT, DPO and reward models)."""
+    that distinguishes all training entries. Validation rows with a name are reported separately: under
+    validation/<name>/ (GRPO, PPO and distillation) or validation-<name>/ (SFT, DPO and reward models)."""
     seed: Seed = 42
     """Seed of the split and of generated tasks."""
     input_key: str | None = None
-    """Column of the question; null: the data set's own, or input."""
+    """Column of the question; null: the column of the data set, or input."""
     output_key: str | None = None
-    """Column of the answer; null: the data set's own, or output."""
+    """Column of the answer; null: the column of the data set, or output."""
     data_files: list[str] | str | None = None
-    """For arrow_text, in place of data_path: local files, or patterns with wildcards."""
+    """For arrow_text, instead of data_path: local files, or patterns with wildcards."""
     text_key: str | None = None
     """Column of the text, for arrow_text; null: text."""
     characters_per_sample: Amount | None = None
-    """For arrow_text: a longer text becomes several samples of at most this many characters; null: one sample."""
+    """For arrow_text: a longer text becomes several samples of at most this number of characters; null: one sample."""
     chat_key: str | None = None
     """Column of the messages, for openai_format; null: messages."""
     system_key: str | None = None
@@ -136,31 +135,31 @@ class DatasetDefaults(Section):
     label_key: str | None = None
     """Column that says whether an answer is desirable, for BinaryFeedbackDataset; null: label."""
     env_name: str | None = "math"
-    """Environment that rewards answers, from env."""
+    """Environment that rewards answers, one of env."""
     processor: str | None = "math_hf_data_processor"
-    """Function that turns a row into a prompt."""
+    """Function that converts a row to a prompt."""
     prompt_file: str | None = None
-    """Text file with one {} for the question; null: the question alone."""
+    """Text file with one {} for the question; null: only the question."""
     system_prompt_file: str | None = None
     """Text file with the system message; null: none."""
     num_samples: Amount | None = None
-    """Generated rows, only for the arithmetic data sets (null: 10,000 for training, 256 for validation) and for
-    episodes (null: 1,000,000 and 256)."""
+    """Number of generated rows, only for the arithmetic data sets (null: 10,000 for training, 256 for validation) and
+    for episodes (null: 1,000,000 and 256)."""
     min_operand: Operand = 10
-    """Smallest number in a problem, for arithmetic data sets only."""
+    """Smallest number in a problem, only for arithmetic data sets."""
     max_operand: Operand = 99
-    """Largest number in a problem, for arithmetic data sets only."""
+    """Largest number in a problem, only for arithmetic data sets."""
 
 
 class DatasetConfig(DatasetDefaults):
-    """One data set, with data.default for keys that are left out."""
+    """One data set. Omitted keys come from data.default."""
 
     inherits: ClassVar[str] = "data.default"
     decided_by: ClassVar[str] = "dataset_name"
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the keys of generated problems if the data set generates no problems."""
+        """Report the keys of generated problems if the data set does not generate problems."""
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
 
@@ -243,25 +242,25 @@ class DataConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report old keys that have no effect: null values, and dataset_name if train is written too."""
+        """Report old keys without an effect: null values, and dataset_name if train is also written."""
         written = {key: place for key, place in cls.moved.items() if key in values}
         dead = {key for key in written if values[key] is None} | ({"dataset_name"} if values.get("train") else set())
         return {**super().without_effect(values), **{key: place for key, place in written.items() if key in dead}}
 
     train: DatasetEntries | None = None
-    """Training data: one entry, or a list that is mixed."""
+    """Training data: one entry, or a list of entries that are mixed."""
     validation: DatasetEntries | None = None
     """Validation data: one entry, a list, or null."""
     default: DatasetDefaults = Field(default_factory=DatasetDefaults)
-    """Values of keys that entries leave out."""
+    """Values of keys that entries omit."""
     curriculum: CurriculumConfig | None = None
     """Weights of the entries of train that change during the run; null: the weights do not change."""
     max_input_seq_length: Tokens | None = derived("${policy.max_total_sequence_length}")
-    """Longest prompt in tokens; longer ones are cut short and excluded from the loss; null: no limit."""
+    """Largest number of tokens of a prompt. Longer prompts are cut and excluded from the loss. null: no limit."""
     shuffle: bool = True
     """Draw training prompts in a seeded random order."""
     num_workers: WorkersOrNone = 1
-    """Processes that prepare prompts; 0: in the driver."""
+    """Number of processes that prepare prompts; 0: the driver prepares them."""
     max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of unusable rows above which a data set is refused."""
     control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
@@ -272,11 +271,11 @@ class DataConfig(Section):
 
     @property
     def has_user_data(self) -> bool:
-        """Return True if a program passes the data, in which case no entry names data."""
+        """Return True if a program passes the data. Entries then do not name data."""
         return self._has_user_data
 
     def with_user_data(self) -> "DataConfig":
-        """Return this section for data that a program passes in place of `train` and `validation`.
+        """Return this section for data that a program passes instead of `train` and `validation`.
 
         Raises:
             ConfigError: weights or a curriculum belong to the data sets that are replaced.
@@ -297,7 +296,7 @@ class DataConfig(Section):
 
     @property
     def train_names(self) -> list[str]:
-        """The name of each training entry (see `DatasetDefaults.name`)."""
+        """The name of each training entry (`DatasetDefaults.name`)."""
         entries = self.train_entries
         kinds = ([getattr(entry, key) for entry in entries] for key in ("env_name", "dataset_name", "data_path"))
         told_apart = (names for values in kinds if len(set(names := list(map(_short, values))) - {""}) == len(entries))
@@ -306,7 +305,7 @@ class DataConfig(Section):
 
     @property
     def has_shares(self) -> bool:
-        """True if prompts are drawn from each training entry by its share instead of from all shuffled rows."""
+        """Return True if training entries have shares. Otherwise, all rows are shuffled together."""
         return self.curriculum is not None or any(entry.weight is not None for entry in self.train_entries)
 
     @property
@@ -316,7 +315,7 @@ class DataConfig(Section):
 
 
 def _short(value: str | None) -> str:
-    """Return the last part of a dotted path, or the name of a file without folder and ending."""
+    """Return the last part of a dotted path, or a file's name without folder and ending."""
     text = value or ""
     last = Path(text).stem if "/" in text or Path(text).suffix in _DATA_FILES else text.rpartition(".")[2]
     return re.sub(r"[^\w-]", "_", last)

@@ -1,7 +1,7 @@
-"""Keys of `env`: one entry for each environment of a run, by name.
+"""Define the keys of `env`, with one entry per environment of a run, by name.
 
-Invariant: built-in environments have a schema; any other name belongs to a user's environment, which gets its mapping
-unchanged. If that mapping has `function`, the environment is one of reward functions, unless the name is registered.
+Invariant: built-in environments have a schema. Any other name belongs to a user's environment, which gets its mapping
+unchanged. If that mapping has `function`, the environment consists of reward functions, unless the name is registered.
 """
 
 from collections.abc import Mapping
@@ -29,72 +29,72 @@ from nemo_rl.config.schema.kits import (
 
 
 class EnvironmentSection(Section):
-    """Keys that the library reads for every environment, also for environments without a schema."""
+    """Keys that the library reads for every environment, including those without a schema."""
 
     step_timeout_s: Seconds | None = None
     """Time limit in seconds for the environment to answer one sample; null: cluster.timeouts.environment_s."""
     max_memory_gb: Gibibytes | None = None
-    """Gibibytes that an actor of the environment may use, with the processes that it started; an actor that uses more
-    is ended and started again. null: no limit."""
+    """Gibibytes that an actor of the environment may use, including the processes that it started. An actor that uses
+    more is restarted. null: no limit."""
     max_open_episodes: Count | None = None
-    """Episodes of this environment that are played at the same time; null: all."""
+    """Number of episodes of this environment that are played at the same time; null: all."""
 
 
 class MathEnvironmentConfig(EnvironmentSection):
     """Comparison of the model's final answer with the known one."""
 
     num_workers: Workers = 8
-    """Processes that check answers."""
+    """Number of processes that check answers."""
     stop_strings: list[str] | None = None
-    """Texts that end the answers this environment grades, besides policy.generation.stop_strings."""
+    """Texts that end the answers that this environment grades, besides policy.generation.stop_strings."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = "math"
-    """Kind of comparison: as mathematics or as a choice letter."""
+    """Kind of comparison: as mathematics, or as the letter of a choice."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = "hf_math_verify"
-    """Rule for mathematics: math-verify, or DAPO's strict match."""
+    """Rule for mathematics: math-verify, or DAPO's strict comparison."""
     timeout_s: Seconds = 10.0
-    """Time limit in seconds for one answer; an answer that takes longer counts as a reward error."""
+    """Time limit in seconds for one answer. An answer that takes longer is a reward error."""
 
 
 class RewardFunctionsConfig(EnvironmentSection):
-    """Functions of the user that reward an answer: `reward(answer, row)`, or `reward(answers, rows)` with lists."""
+    """User-defined functions that reward answers: `reward(answer, row)`, or `reward(answers, rows)` with lists."""
 
     function: str | dict[str, str] | None = None
-    """Dotted path of a function, or several by name, whose numbers are added; null: a program passes them."""
+    """Dotted path of a function, or of several by name, whose results are added; null: a program passes them."""
     weights: dict[str, Number] = Field(default_factory=dict)
-    """Weight of each named function; 1 for those that are left out."""
+    """Weight of each named function. Omitted functions have the weight 1."""
     num_workers: Workers = 1
-    """Processes that call the functions."""
+    """Number of processes that call the functions."""
     stop_strings: list[str] | None = None
-    """Texts that end the answers this environment rewards, besides policy.generation.stop_strings."""
+    """Texts that end the answers that this environment rewards, besides policy.generation.stop_strings."""
 
 
 class CodeEnvironmentConfig(SandboxKeys):
-    """Programs of the model, run in a sandbox and graded with tests."""
+    """Programs written by the model, run in a sandbox and graded with tests."""
 
     num_workers: Workers = 8
-    """Samples whose programs run at the same time."""
+    """Number of samples whose programs run at the same time."""
     terminate_on_evaluation: bool = True
-    """End an episode with its first program; false: `<code>` blocks are answered with their output, and a turn without
-    one ends the episode."""
+    """End an episode with its first program; false: the output of `<code>` blocks is returned to the model, and a turn
+    without a block ends the episode."""
     stop_strings: list[str] | None = Field(default_factory=lambda: ["</code>"])
     """Texts that end the turns of this environment, besides policy.generation.stop_strings."""
     reward: Literal["share", "all"] = "share"
-    """Reward of a program: the share of the tests that it passes, or 1 only for all of them."""
+    """Reward of a program: the share of tests that it passes, or 1 only if it passes all."""
     wall_time_s: Seconds = 10.0
-    """Time limit in seconds: for each input, or together for all calls of the tests or all blocks of an episode."""
+    """Time limit in seconds: for each input, or for all calls of the tests or all blocks of an episode together."""
     cpu_time_s: Seconds = 10.0
     """Limit of processor time in seconds, for the same units as wall_time_s."""
     observation_chars: Amount = 4000
-    """Longest output in an observation, in characters; the middle of a longer output is left out."""
+    """Largest number of characters of output in an observation. The middle of a longer output is left out."""
 
 
 class CodeJaccardEnvironmentConfig(Section):
-    """Similarity of the model's text with a reference program, without running anything."""
+    """Similarity of the model's text to a reference program. Nothing is run."""
 
     ignored: ClassVar[dict[str, str]] = {"num_workers": "the comparison is too fast to need processes"}
 
     stop_strings: list[str] | None = None
-    """Texts that end the answers this environment grades, besides policy.generation.stop_strings."""
+    """Texts that end the answers that this environment grades, besides policy.generation.stop_strings."""
 
 
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
@@ -108,7 +108,7 @@ def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[s
 
 
 def calls_functions(name: str, section: Any) -> bool:
-    """Return whether a section names reward functions: `reward`, or one of any name that is no path of a class."""
+    """Return whether a section names reward functions: `reward`, or any name that is not the path of a class."""
     own = isinstance(section, Mapping) and "function" in section and "." not in name
     return own or isinstance(section, RewardFunctionsConfig)
 
@@ -119,7 +119,7 @@ def keeps_rows(environments: Mapping[str, Any], name: str | None) -> bool:
 
 
 def output_bytes_of(environments: Mapping[str, Any], name: str | None) -> int | None:
-    """Return how many bytes a program of an environment may write, or None if the environment grades no programs."""
+    """Return the number of bytes that a program of an environment may write. None if it does not grade programs."""
     section = environments.get(name or "")
     return section.output_bytes if isinstance(section, CodeEnvironmentConfig) else None
 

@@ -1,6 +1,6 @@
-"""Keys of environments that reward answers with a model: a reward model, or a language model that is asked.
+"""Define the keys of environments that reward answers with a reward model or a language model (a judge).
 
-Invariant: a section describes the judge completely; its environment gets nothing else.
+Invariant: a section describes the judge completely. Its environment gets nothing else.
 """
 
 import re
@@ -33,7 +33,7 @@ _WITHOUT_MEANING = frozenset(
 
 
 class JudgeEngineConfig(Section):
-    """Engines of the run that serve the judge's model, whose weights do not change."""
+    """Engines of the run that serve the judge's model. Its weights do not change."""
 
     place: ClassVar[str] = "env.llm_judge.engine"
 
@@ -44,23 +44,23 @@ class JudgeEngineConfig(Section):
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format of weights and activations."""
     max_model_len: Tokens = 4096
-    """Most tokens of a request and of the judge's text together."""
+    """Largest number of tokens of a request and the judge's text together."""
     generation: dict[str, Any] = Field(default_factory=dict)
-    """Keys as in policy.generation: backend, top_p, top_k, stop_strings, bad_words, engine, vllm_cfg, vllm_kwargs and
+    """Keys of policy.generation: backend, top_p, top_k, stop_strings, bad_words, engine, vllm_cfg, vllm_kwargs and
     engine_kwargs."""
     resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
-    """Devices of the engines; on GPUs they are taken from those of the cluster."""
+    """Devices of the engines. On GPUs, they are part of the cluster's devices."""
     hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
     """Fields of the Hugging Face model config to change."""
     device: Device = derived("${cluster.device}")
-    """Where the judge computes."""
+    """Device of the judge."""
 
     def as_policy(self, temperature: float = 0.0, max_tokens: int = 512) -> PolicyConfig:
-        """Return the section of the engines' model, in the form of a policy that is not trained.
+        """Return the engines' model as a policy section that is not trained.
 
         Args:
             temperature: sampling temperature.
-            max_tokens: most tokens of a text.
+            max_tokens: largest number of tokens of a text.
 
         Raises:
             ConfigError: a key of `generation` is wrong.
@@ -77,12 +77,12 @@ class JudgeEngineConfig(Section):
         )
 
     def as_cluster(self) -> ClusterConfig:
-        """Return the cluster section of the engines: their device, with the default deadlines and restarts."""
+        """Return the cluster section of the engines: their device, with default deadlines and restarts."""
         return ClusterConfig.build(device=self.device)
 
     @property
     def uses_gpu(self) -> bool:
-        """True if the judge runs on GPUs."""
+        """Return True if the judge runs on GPUs."""
         return self.as_cluster().uses_gpu
 
     @field_validator("generation")
@@ -95,7 +95,7 @@ class JudgeEngineConfig(Section):
 
 
 def _refused(name: str) -> str | None:
-    """Return why a key of `policy.generation` cannot be used for a judge, or None if it can."""
+    """Return why a judge cannot have a key of `policy.generation`, or None if it can."""
     if name in _OF_THE_JUDGE:
         return f"write env.llm_judge.{_OF_THE_JUDGE[name]} instead of {name}"
     if name in _WITHOUT_MEANING:
@@ -109,7 +109,7 @@ def _refused(name: str) -> str | None:
 _ONE_PASS = "rows of a pass are padded; batch_size is their number"
 _NOT_TRAINED = "the reward model is not trained here"
 _WEIGHTS = ("policy/weights/model", "weights/model", "model")
-"""Folders of a checkpoint that hold the sequence classifier, relative to a step, a model and its weights."""
+"""Folders of a checkpoint with the sequence classifier, relative to a step, a model and its weights."""
 
 
 class RewardModelEnvironmentConfig(Section):
@@ -131,40 +131,40 @@ class RewardModelEnvironmentConfig(Section):
     }
 
     enabled: bool = True
-    """Whether the environment may be used; if false, data that names it is refused."""
+    """Whether the environment may be used. If false, data that names it is refused."""
     model_name: str
     """Hub id or folder of a sequence classifier with one label."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
-    """Tokenizer and chat template of the reward model, which need not be those of the policy."""
+    """Tokenizer and chat template of the reward model, which may differ from those of the policy."""
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format of the forward pass."""
     batch_size: Count = 4
-    """Conversations of one forward pass of a rank."""
+    """Number of conversations of a rank's forward pass."""
     batch_wait_ms: FactorOrZero = 5.0
-    """Milliseconds for which a conversation waits for others to join its forward pass, while no pass runs."""
+    """Milliseconds that a conversation waits for others to share its forward pass, if no pass is running."""
     checkpoint_path: str | None = None
     """Checkpoint of run_rm.py to read instead of model_name: the folder step_<N>, or its folder of weights."""
     max_model_len: Tokens = derived("${policy.max_total_sequence_length}")
-    """Most tokens of a conversation, in the tokens of the reward model."""
+    """Largest number of tokens of a conversation, counted by the reward model's tokenizer."""
     conversation_end: Literal["auto", "turn", "template"] = "auto"
-    """Last token of a conversation, at which the score is read: the one that ends the last turn (turn), as in training
-    by run_rm.py, or what the chat template writes last (template), often a line break, as most other programs have it.
-    auto: turn with checkpoint_path, else template."""
+    """Token at which the score is read. turn: the token that ends the last turn, as in training with run_rm.py;
+    template: the last token that the chat template writes, often a line break, as in most other programs; auto: turn
+    with checkpoint_path, otherwise template."""
     too_long: Literal["error", "keep_end"] = "error"
     """If a conversation has over max_model_len tokens, its sample gets an error, or only its last tokens are scored."""
     resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
-    """Devices of the reward model; on GPUs they are taken from those of the cluster."""
+    """Devices of the reward model. On GPUs, they are part of the cluster's devices."""
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
     """Parallel axes of the reward model's ranks."""
     reward_model_cfg: ScoringModelConfig = Field(default_factory=ScoringModelConfig)
-    """The scalar head; must stay enabled."""
+    """The scalar head, which must stay enabled."""
     hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
     """Fields of the Hugging Face model config to change."""
     device: Device = derived("${cluster.device}")
-    """Where the reward model computes."""
+    """Device of the reward model."""
 
     def as_policy(self) -> PolicyConfig:
-        """Return the section of the model's ranks, in the form of a policy that is not trained.
+        """Return the model's section as a policy section that is not trained.
 
         Raises:
             ConfigError: checkpoint_path has no model.
@@ -188,12 +188,12 @@ class RewardModelEnvironmentConfig(Section):
 
     @property
     def uses_gpu(self) -> bool:
-        """True if the reward model runs on GPUs."""
+        """Return True if the reward model runs on GPUs."""
         return ClusterConfig.build(device=self.device).uses_gpu
 
     @property
     def ends_with_turn(self) -> bool:
-        """True if the text that the chat template writes after the last turn is dropped."""
+        """Return True if the text that the chat template writes after the last turn is dropped."""
         return self.conversation_end == "turn" or (self.conversation_end == "auto" and self.checkpoint_path is not None)
 
     @model_validator(mode="after")
@@ -204,7 +204,7 @@ class RewardModelEnvironmentConfig(Section):
 
 
 def weights_folder(checkpoint_path: str) -> Path:
-    """Return the folder of a checkpoint that holds the model as a Hugging Face sequence classifier.
+    """Return the folder of a checkpoint with the model as a Hugging Face sequence classifier.
 
     Args:
         checkpoint_path: a step folder, the folder of its policy or weights, or the folder itself.
@@ -247,59 +247,59 @@ Pattern = Annotated[str, AfterValidator(_pattern_with_a_group)]
 
 
 class LLMJudgeConfig(Section):
-    """A language model that is asked for a score, over an OpenAI-compatible endpoint or on engines of the run."""
+    """A language model that is asked for a score, at an OpenAI-compatible endpoint or on engines of the run."""
 
     place: ClassVar[str] = "env.llm_judge"
 
     base_url: HttpAddress | None = None
-    """Address of the endpoint up to its version, for example http://127.0.0.1:8000/v1; null with engine."""
+    """Address of the endpoint including the version, for example http://127.0.0.1:8000/v1; null with engine."""
     model: str | None = None
     """Name of the model at the endpoint."""
     engine: JudgeEngineConfig | None = None
-    """Engines that the run starts for the judge, in place of an endpoint; null: the judge is at base_url."""
+    """Engines that the run starts for the judge, instead of an endpoint; null: the judge is at base_url."""
     api_key_env: VariableName | None = None
     """Environment variable with the key, which is never logged; null: no key is sent."""
     mode: Literal["absolute", "pairwise"] = "absolute"
-    """Ask for a score of the answer, or which of the answer and the row's reference answer is better."""
+    """Ask for a score of the answer, or for the better one of the answer and the row's reference answer."""
     system_prompt: str | None = None
     """System message of the request; null: none."""
     rubric: str = "Judge how correct, complete and helpful the answer is."
-    """Text for {rubric} of the template."""
+    """Text for {rubric} in the template."""
     template: str | None = None
     """User message of the request, with {question}, {conversation}, {answer}, {reference}, {rubric} and keys of the
     row's metadata; pairwise with {answer_a} and {answer_b}; {tag} is a text that no answer contains, for the names of
-    tags. Double other braces. null: the built-in one of the mode."""
+    tags. Write other braces twice. null: the built-in message of the mode."""
     score_pattern: Annotated[Pattern, OnlyWith("mode", ("absolute",))] = SCORE_PATTERN
     """Regular expression whose group is the score; its last match after `</think>` counts. The default one reads a line
     that begins or ends with a score, such as `**Score (1-10):** 7` or `Score: 7/10`."""
     min_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 1.0
-    """Score that becomes the reward 0; a lower score counts as no answer."""
+    """Score that becomes the reward 0. A lower score is treated as no answer."""
     max_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 10.0
-    """Score that becomes the reward 1; a higher score counts as no answer."""
+    """Score that becomes the reward 1. A higher score is treated as no answer."""
     winner_pattern: Annotated[Pattern, OnlyWith("mode", ("pairwise",))] = WINNER_PATTERN
-    """With mode=pairwise: pattern whose group is A, B or C (a tie); its last match after `</think>` counts."""
+    """With mode=pairwise: pattern whose group is A, B or C (a tie). Its last match after `</think>` is used."""
     both_orders: Annotated[bool, OnlyWith("mode", ("pairwise",))] = True
-    """With mode=pairwise: ask twice, with the answers exchanged, and take the mean."""
+    """With mode=pairwise: ask twice, with the answers exchanged, and use the mean."""
     temperature: FactorOrZero = 0.0
     """Sampling temperature of the judge."""
     max_tokens: Tokens = 512
-    """Most tokens of the judge's text."""
+    """Largest number of tokens of the judge's text."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """More fields of the request to an endpoint."""
+    """Additional fields of a request to an endpoint."""
     max_concurrency: Count = 32
-    """Requests at the same time."""
+    """Number of concurrent requests."""
     request_timeout_s: Seconds = 60.0
     """Time limit of one request in seconds."""
     deadline_s: Seconds = 300.0
-    """Time limit of one sample in seconds, including all requests and waits; after that the sample gets an error."""
+    """Time limit of one sample in seconds, including all requests and waits. After that, the sample gets an error."""
     max_attempts: Count = 4
     """Most requests for one text; a request is repeated if the endpoint fails or answers without a score."""
     backoff_s: Seconds = 1.0
-    """Seconds before the second request, doubled for each further one unless the endpoint asks for more."""
+    """Seconds before the second request, doubled for each further request unless the endpoint requests more."""
     max_backoff_s: Seconds = 30.0
-    """Longest wait between two requests."""
+    """Longest wait between two requests, in seconds."""
     cache_size: AmountOrZero = 10000
-    """Judged texts that are remembered, the most recently used ones; 0: none."""
+    """Number of most recently judged texts that are cached; 0: none."""
     price_per_million_prompt_tokens: FactorOrZero = 0.0
     """Price for the metric `cost`, in any currency."""
     price_per_million_completion_tokens: FactorOrZero = 0.0
@@ -323,11 +323,11 @@ class LLMJudgeConfig(Section):
 
     @property
     def judge_name(self) -> str:
-        """Name of the model that judges."""
+        """Return the name of the judging model."""
         return self.engine.model_name if self.engine else str(self.model)
 
     def as_policy(self) -> PolicyConfig:
-        """Return the section of the model on the run's engines.
+        """Return the section of the model on the run's engines, as a policy section.
 
         Raises:
             ConfigError: a key of `engine.generation` is wrong.

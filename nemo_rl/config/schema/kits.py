@@ -1,4 +1,4 @@
-"""Keys of the environments of `nemo_rl.kits`: games, environments of other libraries, tools, the sandbox."""
+"""Define the keys of the environments of `nemo_rl.kits`: games, other libraries, tools, the sandbox."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -22,7 +22,7 @@ from nemo_rl.config.schema.named_part import NamedPartConfig
 
 
 class GameSection(Section):
-    """An environment in which each turn of the model is one action, which ends with `</action>`."""
+    """An environment in which each turn of the model is one action, ended by `</action>`."""
 
     stop_strings: ClassVar[list[str]] = ["</action>"]
 
@@ -31,9 +31,9 @@ class SlidingPuzzleBoard(Section):
     """Boards of the sliding puzzle."""
 
     size: Annotated[int, Field(ge=2, le=9)] = 5
-    """Rows and columns."""
+    """Number of rows and of columns."""
     shuffle_moves: Count = 10
-    """Random moves from the solved board, none of which undoes the previous one."""
+    """Number of random moves from the solved board. No move undoes the previous one."""
     min_shuffle_moves: Count | None = None
     """Fewest random moves; the number is drawn between this and shuffle_moves. null: always shuffle_moves."""
 
@@ -52,21 +52,21 @@ class SlidingPuzzleConfig(Section):
     game_config: SlidingPuzzleBoard = Field(default_factory=SlidingPuzzleBoard.build)
     """The board."""
     max_moves: Count = 30
-    """Actions after which an episode ends as failed; an invalid action counts too."""
+    """Number of actions, including invalid ones, after which an episode ends as failed."""
 
 
 class SlidingPuzzleEnvironmentConfig(GameSection):
     """The environment sliding_puzzle_game."""
 
     cfg: SlidingPuzzleConfig = Field(default_factory=SlidingPuzzleConfig.build)
-    """The board and the moves."""
+    """The board, and the limit of moves."""
 
 
 class BlackjackConfig(GameSection):
     """Blackjack against a dealer with fixed rules."""
 
     max_moves: Count = 12
-    """Actions after which an episode ends as lost; an invalid action counts too."""
+    """Number of actions, including invalid ones, after which an episode ends as lost."""
 
 
 class GymnasiumConfig(GameSection):
@@ -77,13 +77,13 @@ class GymnasiumConfig(GameSection):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for gymnasium.make."""
     action_names: list[str] | None = None
-    """Words for the actions, in their order; null: their numbers."""
+    """Words for the actions, in order; null: their numbers."""
     rendered: bool = False
-    """Show the environment as its text rendering (render_mode ansi) instead of the observation."""
+    """Show the environment's text rendering (render_mode ansi) instead of the observation."""
     instructions: str | None = None
-    """First lines of the prompt; null: the name."""
+    """First lines of the prompt; null: the name of the environment."""
     max_moves: Count | None = None
-    """Actions after which an episode ends; null: only the environment ends it."""
+    """Number of actions after which an episode ends; null: only the environment ends it."""
 
 
 class TextArenaConfig(GameSection):
@@ -94,7 +94,7 @@ class TextArenaConfig(GameSection):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for textarena.make."""
     max_moves: Count | None = None
-    """Actions after which an episode ends; null: only the game ends it."""
+    """Number of actions after which an episode ends; null: only the game ends it."""
 
 
 class ReasoningGymConfig(GameSection):
@@ -120,20 +120,20 @@ class VerifiersConfig(Section):
 
 
 class SandboxKeys(Section):
-    """Base of sections whose programs run in a sandbox."""
+    """Base of the sections of environments that run programs in a sandbox."""
 
     sandbox: Literal["auto", "bubblewrap", "landlock"] = "auto"
     """Sandbox mechanism for programs; auto: the first that works on the machine. If none works, the run is refused."""
     memory_mb: ProgramMebibytes = 512
     """Memory of a program in MiB."""
     max_processes: Workers = 16
-    """Processes and threads of a program."""
+    """Number of processes and threads that a program may have."""
     file_mb: Mebibytes = 16
-    """Size of each file that a program writes, in MiB."""
+    """Largest size of each file that a program writes, in MiB."""
     scratch_mb: Mebibytes = 64
-    """Size of all files of a program together, in MiB."""
+    """Largest total size of a program's files, in MiB."""
     output_bytes: Amount = 262144
-    """Bytes of output after which a program is ended."""
+    """Number of bytes of output after which a program is ended."""
 
 
 ToolName = Annotated[str, PartName(("calculator", "python", "retriever", "mcp"))]
@@ -143,31 +143,31 @@ class ToolConfig(NamedPartConfig):
     """One tool, or several that belong together."""
 
     name: ToolName
-    """calculator; python, programs in a sandbox; retriever; mcp, the tools of the server that command starts; or the
-    dotted path of a function, or of a class derived from EpisodeTools."""
+    """calculator; python: programs in a sandbox; retriever; mcp: the tools of the server that command starts; or the
+    dotted path of a function or of a class derived from EpisodeTools."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class, keys of the sandbox with python, or the server's environment variables with mcp."""
+    """Arguments of the class; with python, keys of the sandbox; with mcp, environment variables of the server."""
     command: list[str] | None = None
     """With mcp: program and arguments that start the server."""
     shared: bool = False
-    """Use one object, or one server, for all episodes; false: each episode has its own."""
+    """Use one object or server for all episodes; false: each episode has its own."""
     isolate: bool = False
-    """Run each episode's object in a process of its own, which is killed at a deadline and at the episode's end."""
+    """Run each episode's object in a separate process, which is killed at a deadline and at the episode's end."""
     memory_limit_mb: Annotated[Mebibytes, OnlyWith("isolate")] = 1024
-    """With isolate: most memory of the process beyond what it has after its imports."""
+    """With isolate: memory that the process may use in addition to that after its imports."""
     timeout_s: Seconds | None = None
-    """Deadline of one call; null: that of the environment."""
+    """Time limit of one call; null: that of the environment."""
 
 
 class PythonToolConfig(SandboxKeys):
-    """Arguments (`kwargs`) of the tool python. timeout_s of the tool limits the wall time of a program."""
+    """Arguments (`kwargs`) of the tool python. The tool's timeout_s limits the wall time of a program."""
 
     stateful: bool = False
-    """Whether a program sees the variables of the episode's earlier programs, which then run again before it."""
+    """Whether a program gets the variables of the episode's earlier programs, which are then run again before it."""
     num_workers: Workers = 8
     """Programs that run at the same time; further calls wait, which does not count against their limits."""
     cpu_time_s: Seconds | None = None
-    """Processor seconds of a program; null: as many as it has seconds of wall time."""
+    """Processor seconds of a program; null: the same number as its seconds of wall time."""
 
 
 class GraderConfig(NamedPartConfig):
@@ -176,35 +176,35 @@ class GraderConfig(NamedPartConfig):
     name: str = "math"
     """Name of an environment, or the dotted path of its class."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Configuration of the environment, as it would be written below env."""
+    """Configuration of the environment, with the keys that it has below env."""
 
 
 class ToolTokenizerConfig(Section):
     """The tokenizer whose chat template writes the tools and their calls."""
 
     name: str | None = derived("${policy.tokenizer.name}")
-    """Hub id or folder; null where there is no policy, and then it has to be given."""
+    """Hub id or folder; null: the policy's tokenizer. Required without a policy."""
     chat_template: str | None = derived("${policy.tokenizer.chat_template}")
-    """As policy.tokenizer.chat_template."""
+    """Same as policy.tokenizer.chat_template."""
     chat_template_kwargs: dict[str, Any] | None = derived("${policy.tokenizer.chat_template_kwargs}")
-    """As policy.tokenizer.chat_template_kwargs."""
+    """Same as policy.tokenizer.chat_template_kwargs."""
 
 
 class ToolEnvironmentConfig(Section):
-    """Tools that the model calls until it gives an answer without a call, which is graded."""
+    """Tools that the model calls until it writes an answer without a call, which is graded."""
 
     tools: list[ToolConfig] = Field(default_factory=list)
-    """The tools, which are offered in every prompt in addition to those of its row."""
+    """The tools. Every prompt offers them in addition to the tools of its row."""
     tool_parser: str | None = None
-    """Parser of vLLM that finds calls in a response; null: a parser for the format that the chat template writes."""
+    """vLLM's parser that finds calls in a response; null: a parser for the format that the chat template writes."""
     timeout_s: Seconds = 30.0
-    """Time limit of one call in seconds; after that the model reads that the tool gave no answer."""
+    """Time limit of one call in seconds. After that, the model is told that the tool gave no answer."""
     max_output_bytes: Amount = 8192
-    """Longest answer of a tool in bytes of UTF-8; more is cut, and the model reads how much."""
+    """Largest answer of a tool in bytes of UTF-8. A longer answer is cut, and the model is told by how much."""
     max_output_tokens: Tokens | None = None
-    """Longest answer of a tool in tokens; null: as max_output_bytes allows."""
+    """Largest answer of a tool in tokens; null: only max_output_bytes limits it."""
     max_calls_per_turn: Count = 16
-    """Most calls of one response that are made, all at the same time; further calls are invalid."""
+    """Largest number of calls of one response. They run at the same time, and further calls are invalid."""
     grader: GraderConfig = Field(default_factory=GraderConfig)
     """The environment that grades the final answer."""
     stop_strings: list[str] | None = None
@@ -219,18 +219,18 @@ class RAGEnvironmentConfig(Section):
     dataset_name: str
     """Documents: a hub id, a folder or a file (JSON lines, CSV, parquet)."""
     dataset_split: str = "train"
-    """Split of a data set of the hub or of a saved folder."""
+    """Split of a hub data set or of a saved folder."""
     text_column: str = "text"
     """Column with the text of a document."""
     num_results: Count = 10
     """Number of documents for each query."""
     k1: FactorOrZero = 1.5
-    """BM25: how fast repeated words saturate."""
+    """BM25: saturation of repeated words."""
     b: Annotated[float, Field(ge=0, le=1)] = 0.75
-    """BM25: how much long documents are penalised, 0 to 1."""
+    """BM25: penalty of long documents, from 0 to 1."""
     device: Literal["cpu"] = "cpu"
-    """Device of the index; it is computed with numpy."""
+    """Device of the index, which is computed with numpy."""
     stop_strings: list[str] | None = Field(default_factory=lambda: ["</retrieve>"])
     """Texts that end the responses, besides policy.generation.stop_strings."""
     grader: GraderConfig | None = None
-    """The environment that grades the answer of the last turn; null: the reward is 0."""
+    """The environment that grades the last turn's answer; null: the reward is 0."""

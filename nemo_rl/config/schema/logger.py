@@ -1,4 +1,4 @@
-"""Keys of `logger`: destinations of a run's metrics and samples.
+"""Define the keys of `logger`: destinations of a run's metrics and samples.
 
 Invariant: every tracker has a `<name>_enabled` switch and a section with its own keys.
 """
@@ -12,7 +12,7 @@ from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.value_types import Count, CountOrZero, Seconds
 
 RECORDS_FOLDER = "steps"
-"""Folder of the records of `record_steps` in the log folder of a run."""
+"""Folder for the records of `record_steps`, in the log folder of a run."""
 
 
 _TENSORBOARD = OnlyWith("tensorboard_enabled")
@@ -51,10 +51,10 @@ class MlflowConfig(Section):
     run_name: str | None = "grpo-dev-logger"
     """Name of the run."""
     tracking_uri: str | None = None
-    """Address of a server or of a database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or without it a database
-    in the run's folder, exp_NNN/mlflow/mlflow.db."""
+    """Address of a server or a database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or without it the database
+    exp_NNN/mlflow/mlflow.db in the run's folder."""
     artifact_location: str | None = None
-    """Place where a new experiment puts artifacts."""
+    """Place where a new experiment stores artifacts."""
     run_id: str | None = None
     """Existing run to continue; null: a new one."""
 
@@ -74,20 +74,20 @@ class TrackioConfig(Section):
     project: str = "grpo-dev"
     """Project of the run."""
     name: str | None = "grpo-dev-logger"
-    """Name of the run; null: Trackio makes one."""
+    """Name of the run; null: Trackio chooses one."""
     space_id: str | None = None
-    """Space of the Hugging Face hub that shows the run; null: the run stays in its own folder."""
+    """Space of the Hugging Face hub that shows the run; null: the run is kept in its own folder."""
 
 
 class PrometheusConfig(Section):
-    """Newest metrics for a Prometheus server."""
+    """The newest metrics for a Prometheus server."""
 
     enabled: bool = False
-    """Serve http://<host>:<port>/metrics while the run goes on."""
+    """Serve http://<host>:<port>/metrics during the run."""
     host: str = "127.0.0.1"
-    """Address to serve at; 0.0.0.0: all addresses of this machine, for everyone who can reach it."""
+    """Address on which to serve; 0.0.0.0: all addresses of this machine, for everyone who can reach it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 9464
-    """Port to serve at; 0: a free one, which the log names."""
+    """Port on which to serve; 0: a free port, which the log names."""
 
 
 class GpuMonitoringConfig(Section):
@@ -96,27 +96,26 @@ class GpuMonitoringConfig(Section):
     collection_interval: Seconds = 10.0
     """Seconds between two readings of a node."""
     flush_interval: Seconds = 10.0
-    """Seconds after which readings are sent to the trackers."""
+    """Seconds between two reports to the trackers."""
 
 
 class LoggerConfig(Section):
-    """Console, trackers and files of a run, which writes to its own folder log_dir/exp_NNN."""
+    """Console, trackers and files of a run. The run's folder is log_dir/exp_NNN."""
 
     log_dir: str = "logs"
-    """Folder of all runs; a run makes exp_NNN below it."""
+    """Folder of all runs. A run makes exp_NNN in it."""
     num_val_samples_to_print: CountOrZero = 0
-    """Validation conversations shown on the console."""
+    """Number of validation conversations shown on the console."""
     num_answers_on_terminal: CountOrZero = 2
     """Sampled answers of a training step shown with their rewards, one line each, if the console is a terminal."""
     answers_on_terminal_period: Count = 10
-    """Number of steps from one display of answers to the next."""
+    """Number of steps between two displays of answers."""
     save_trajectories: bool = True
-    """Write every rollout of a step to train_data_step<N>.jsonl."""
+    """Write all rollouts of a step to train_data_step<N>.jsonl."""
     record_steps: bool = False
-    """Record the first step and each step after a checkpoint in exp_NNN/steps, so that `nemo_rl replay` can repeat
-    them."""
+    """Record the first step and each step after a checkpoint in exp_NNN/steps, for `nemo_rl replay`."""
     record_modules: Annotated[bool, OnlyWith("record_steps")] = False
-    """Record the output of each module too, so that a replay can name the first module that differs."""
+    """Also record the output of each module, so that a replay can name the first module that differs."""
     monitor_gpus: bool = True
     """Report processors, memory and GPUs of every node under ray/."""
     gpu_monitoring: Annotated[GpuMonitoringConfig, _MONITORS] = Field(default_factory=GpuMonitoringConfig)
@@ -142,4 +141,4 @@ class LoggerConfig(Section):
     trackio: Annotated[TrackioConfig, OnlyWith("trackio_enabled")] = Field(default_factory=TrackioConfig)
     """Trackio."""
     prometheus: PrometheusConfig = Field(default_factory=PrometheusConfig)
-    """Newest metrics for a Prometheus server."""
+    """The newest metrics for a Prometheus server."""

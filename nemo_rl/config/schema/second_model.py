@@ -1,7 +1,7 @@
-"""Keys of a model of a run other than the policy: what it takes over from `policy`, and where it runs.
+"""Define the keys of a model other than the policy: the values that follow `policy`, and its devices.
 
-A master configuration gets a further model as a field of type `SecondModelConfig`; the name of the field is the name of
-the model. `config.rules.models` reads the placement from here.
+A field of type `SecondModelConfig` in a master configuration adds a model with the field's name. `config.rules.models`
+reads the placement from here.
 """
 
 from typing import ClassVar, Literal, override
@@ -15,7 +15,7 @@ from nemo_rl.config.schema.model.policy import PlacementConfig, PolicyConfig
 
 
 class SecondModelConfig(PolicyConfig):
-    """A model next to the policy, such as a critic, with unset lengths and batch sizes taken from `policy`."""
+    """A model besides the policy, such as a critic. Unset lengths and batch sizes follow `policy`."""
 
     place: ClassVar[str] = "second_model"
     idle: ClassVar[dict[str, str]] = {"generation": "only the policy samples"}
@@ -23,13 +23,13 @@ class SecondModelConfig(PolicyConfig):
     precision: Literal["bfloat16", "float16", "float32"] = derived("${policy.precision}")
     """Number format of the forward and backward pass."""
     max_total_sequence_length: Tokens = derived("${policy.max_total_sequence_length}")
-    """Most tokens of a prompt and its answer together."""
+    """Largest number of tokens of a prompt and its answer together."""
     train_global_batch_size: Count = derived("${policy.train_global_batch_size}")
-    """Samples of one optimizer update, over all ranks."""
+    """Number of samples of one optimizer update, over all ranks."""
     train_micro_batch_size: Count = derived("${policy.train_micro_batch_size}")
-    """Samples of one forward and backward pass of a rank."""
+    """Number of samples of a rank's microbatch in training."""
     generation: GenerationConfig | None = None
-    """Not used: only the policy samples."""
+    """Not used, because only the policy samples."""
     colocated: PlacementConfig = Field(default_factory=PlacementConfig)
     """Sharing of devices with another model."""
 

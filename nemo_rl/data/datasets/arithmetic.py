@@ -63,10 +63,10 @@ class ArithmeticRows(Sequence[FormattedRow]):
 
 
 class ArithmeticDataset(RawDataset):
-    """Sums of integers, which the arguments alone determine. Subclasses may use other operations.
+    """Sums of integers, which depend only on the arguments. Subclasses may use other operations.
 
-    No sum is repeated if the split has enough different sums (for up to two million possible sums;
-    above that, repeats are rare).
+    No sum is repeated if the split has enough different sums. With more than two million possible sums, repeats are
+    possible but rare.
 
     Args:
         split: "train" or "validation".
@@ -78,7 +78,7 @@ class ArithmeticDataset(RawDataset):
         task_name: Task name of every row.
 
     Raises:
-        ConfigError, DataError: An argument is out of range, or the split has no sum at all.
+        ConfigError, DataError: An argument is out of range, or the split has no sums.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ArithmeticDataset(RawDataset):
 
     @classmethod
     def of_entry(cls, config: DatasetConfig, role: str = TRAIN) -> Self:
-        """Make the sums for a configured data set of `data.train` or `data.validation`."""
+        """Make the sums of a data set that `data.train` or `data.validation` configures."""
         return cls(
             split=config.split or role,
             num_samples=config.num_samples,
@@ -140,14 +140,14 @@ class ArithmeticDataset(RawDataset):
 
 
 class ProductsDataset(ArithmeticDataset):
-    """Products of integers ("347*582="). The arguments and the split are those of sums."""
+    """Products of integers ("347*582="). Arguments and split are those of sums."""
 
     def _rows_of(self, operands: np.ndarray) -> ArithmeticRows:
         return ArithmeticRows(operands, self._task_name, "*", math.prod)
 
 
 def is_validation(operands: np.ndarray) -> np.ndarray:
-    """Return [N] bool: whether each of the sums [N, num_operands] belongs to validation."""
+    """Return `[N]` bool: whether each sum of `[N, num_operands]` belongs to validation."""
     hashed = np.zeros(len(operands), dtype=np.uint64)
     for column in np.sort(operands, axis=1).astype(np.int64).view(np.uint64).T:
         hashed = _mix(hashed ^ column)
@@ -155,7 +155,7 @@ def is_validation(operands: np.ndarray) -> np.ndarray:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Apply the SplitMix64 step (Steele et al. 2014), a bijection that scatters close numbers."""
+    """Apply the SplitMix64 step (Steele et al. 2014), a bijection that maps close numbers to distant ones."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -165,7 +165,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def _draw_enumerated(
     rng: np.random.Generator, split: str, num_samples: int, limits: tuple[int, int, int]
 ) -> np.ndarray:
-    """Return sums of the split in a random order. If there are too few, they are repeated."""
+    """Return sums of the split in random order. If there are too few, repeat them."""
     low, high, num_operands = limits
     axes = np.meshgrid(*[np.arange(low, high + 1)] * num_operands, indexing="ij")
     sums = np.stack([axis.ravel() for axis in axes], axis=1)
@@ -220,7 +220,7 @@ class WorkedSumsDataset(RawDataset):
 
 
 class WorkedPairsDataset(WorkedSumsDataset):
-    """Sums, each with a right worked answer and a copy of this answer in which one result is wrong."""
+    """Pairs of a right worked answer of a sum and a copy of it with one wrong result."""
 
     def _rows(self, sums: Sequence[FormattedRow], split: str) -> Sequence[FormattedRow]:
         return PairRows(sums, derive_seed(self._config.seed, "arithmetic_preference", split))

@@ -1,7 +1,7 @@
-"""Read problems that are solved by a program. The answer of a row consists of tests.
+"""Read programming problems. The answer of a row consists of tests.
 
 The answer, which becomes `ground_truth`, is a JSON text with the tests that the environment `code` reads
-(`nemo_rl/kits/code/grading.py`). Prompts never show the tests, unless the data set itself has them in its questions.
+(`nemo_rl/kits/code/grading.py`). Prompts do not show the tests, unless the questions of the data set contain them.
 """
 
 import ast
@@ -74,21 +74,21 @@ class CodeDataset(_Programs):
 
 
 class HumanEvalDataset(_Programs):
-    """The data set HumanEval. The question is the beginning of a program, including the function's helpers."""
+    """The data set HumanEval. The question is the start of a program, which includes helpers of the function."""
 
     def columns(self) -> list[str]:
         """Return the columns of the program, of its tests and of the function's name."""
         return [self.input_key, "test", "entry_point"]
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """Return the beginning of the program, and the tests as the answer."""
+        """Return the start of the program, and the tests as the answer."""
         start, name = text_of(row, self.input_key), text_of(row, "entry_point")
         tests = {"tests": [f"{text_of(row, 'test')}\ncheck({name})\n"], "setup": start, "names": [name]}
         return _messages(f"Complete this Python program.\n```python\n{start.strip()}\n```", tests)
 
 
 class MBPPDataset(_Programs):
-    """The data set MBPP. As usual, the question shows the first test, which names the function, and no other test."""
+    """The data set MBPP. The question shows only the first test, which names the function, as is usual."""
 
     def columns(self) -> list[str]:
         """Return the columns of the question, of the tests and of the reference solution."""
@@ -99,7 +99,7 @@ class MBPPDataset(_Programs):
         question = text_of(row, self.input_key if self.input_key in row else "prompt")
         tests = value_of(row, "test_list")
         if not isinstance(tests, list) or not tests:
-            raise RowError("'test_list' is no list of tests")
+            raise RowError("'test_list' is not a list of tests")
         setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
         every = [str(test) for test in [*tests, *(row.get("challenge_test_list") or [])]]
         names = _names_of_builtins(row.get("code") or "")
@@ -149,7 +149,7 @@ def _output_tests(inputs: Any, outputs: Any) -> Mapping[str, Sequence[str]]:
 
 
 def _names_of_builtins(code: str) -> list[str]:
-    """Return the names of functions in a reference solution that are also names of built-ins, such as `sum`."""
+    """Return the names of functions in a reference solution that are also built-ins, such as `sum`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about escape sequences in the code
         try:
@@ -175,4 +175,4 @@ CODE_REGISTRY: dict[str, DatasetFactory] = {
     ),
     "CodeDataset": _named(CodeDataset, HubSource(None, "problem", "tests")),
 }
-"""Factories of named data sets of programming problems. `CodeDataset` reads any `data_path`."""
+"""Factories of named data sets of programming problems. `CodeDataset` reads files of any name."""

@@ -1,7 +1,7 @@
 """Read data sets of whole conversations for supervised training.
 
 `response_datasets` registers these data sets. Invariant: a usable conversation ends with an assistant message. Tool
-calls have OpenAI's form, and keep the arguments of the row (a mapping, or valid JSON text).
+calls have OpenAI's form and the arguments of the row, which are a mapping or valid JSON text.
 """
 
 import math
@@ -25,7 +25,7 @@ from nemo_rl.utils.errors import DataError
 
 ASSISTANT = "assistant"
 _CALLS = ("tool_calls", "function_call")
-"""Keys of a message for its tool calls. The second one is OpenAI's older key for a single call."""
+"""Keys of a message for its tool calls. The second key is OpenAI's older key for a single call."""
 
 
 class MessagesDataset(RawDataset):
@@ -64,7 +64,7 @@ class MessagesDataset(RawDataset):
 
 
 class OpenAIFormatDataset(MessagesDataset):
-    """Conversations in OpenAI's format, with tool calls, tool answers and tool descriptions.
+    """Conversations in OpenAI's format, with tool calls, answers and descriptions.
 
     `system_key` names a column with a system message, and `system_prompt` is the system message of rows without one.
     `tool_key` names the column of tool descriptions, which are a list or its JSON text.
@@ -83,7 +83,7 @@ class OpenAIFormatDataset(MessagesDataset):
         return [key for key in (self.chat_key, self.config.system_key, self.tool_key) if key]
 
     def to_messages(self, row: Row) -> list[dict[str, Any]]:
-        """Return the conversation, beginning with its system message."""
+        """Return the conversation, starting with its system message."""
         tools_of(row, self.tool_key)
         messages = super().to_messages(row)
         system = self.config.system_prompt
@@ -95,7 +95,7 @@ class OpenAIFormatDataset(MessagesDataset):
 
 
 class ToolRows(FormattedRows):
-    """Formatted rows that have their tool descriptions as mappings under the key `tools`."""
+    """Formatted rows with their tool descriptions as mappings under the key `tools`."""
 
     def __init__(self, *args: Any, tool_key: str) -> None:
         super().__init__(*args)
@@ -107,7 +107,7 @@ class ToolRows(FormattedRows):
 
 
 class OpenAssistantDataset(MessagesDataset):
-    """OpenAssistant's conversation trees, of which each gives the best-ranked path that ends with an answer."""
+    """OpenAssistant's conversation trees. Each tree yields its best-ranked path that ends with an answer."""
 
     _ROLES = {"prompter": "user", "assistant": ASSISTANT}
 
@@ -116,7 +116,7 @@ class OpenAssistantDataset(MessagesDataset):
         return ["prompt"]
 
     def to_messages(self, row: Row) -> list[dict[str, Any]]:
-        """Follow the best-ranked reply of each message down the tree, and return the messages."""
+        """Follow the best-ranked reply of each message through the tree, and return the messages."""
         node = value_of(row, "prompt")
         messages: list[dict[str, Any]] = []
         while isinstance(node, Mapping):
@@ -236,7 +236,7 @@ def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PlainTextDataset(RawDataset):
-    """Rows of plain text. All tokens are trained on, and no chat template is used.
+    """Rows of plain text. All tokens count in the loss, and no chat template is used.
 
     Args:
         config: A data set of `data.train` or `data.validation`. Its keys `data_path` or `data_files`, `text_key` and
@@ -266,7 +266,7 @@ class PlainTextDataset(RawDataset):
 
 
 class TextSamples(Sequence[FormattedRow]):
-    """Samples of the texts of several files. Each text is divided into samples, which follow each other.
+    """Samples of the texts of several files. Each text is divided into consecutive samples.
 
     Args:
         parts: The rows of each file; a row has its text under `PLAIN_TEXT`.
@@ -301,7 +301,7 @@ class TextSamples(Sequence[FormattedRow]):
 
 
 def _tables(patterns: list[str] | str) -> list[RowTable]:
-    """Read the files that match the patterns, in the order of the files' names."""
+    """Read the files that match the patterns, ordered by file name."""
     tables = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         found = sorted(glob(str(Path(pattern).expanduser()), recursive=True))

@@ -1,4 +1,4 @@
-"""Re-export problems with known answers under NeMo RL's path (see `nemo_rl.evals.prompts`)."""
+"""Re-export problems with known answers under NeMo RL's path (`nemo_rl.evals.prompts`)."""
 
 from nemo_rl.compat.public_names import public_names
 

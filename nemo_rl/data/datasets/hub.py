@@ -1,6 +1,6 @@
 """Find and load the raw rows of a named data set from the hub, a mirror or a file.
 
-Invariant: a name means the same columns for every source of the rows.
+Invariant: a data set has the same columns for every source of its rows.
 """
 
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ class HubSource:
     output_key: str = "answer"
     """Column of the answer."""
     subsets: tuple[str | None, ...] = (None,)
-    """Names of the hub configurations to join. None stands for the only configuration."""
+    """Names of the hub configurations to join. None if the data set has only one configuration."""
     split: str = "train"
     """Split used for training."""
     validation_split: str | None = None
-    """Split used if the data set is the validation set, or None for the one of training."""
+    """Split used for validation. If None, the split for training."""
     section: str | None = None
-    """Configuration section that names the data set, for messages, or None for `data.<role>`."""
+    """Configuration section that names the data set, for messages. If None, `data.<role>`."""
 
 
 def load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:
@@ -94,7 +94,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
 
 
 def _download_files(builder: "datasets.DatasetBuilder") -> None:
-    """Download the files of all splits to where `datasets` finds them, unless the data set is prepared already."""
+    """Download the files of all splits for `datasets`, unless the data set is already prepared."""
     files = [file for split in (builder.config.data_files or {}).values() for file in split]
     if Path(builder.cache_dir).is_dir() or not all(str(file).startswith(_HUB) for file in files):
         return

@@ -1,7 +1,7 @@
 """Read rows of NeMo Gym. Each row has the first request of an agent, and fields for the verifier.
 
 The data set is chosen with `dataset_name: NemoGymDataset`. Invariant: the agent gets the row unchanged. The prompt that
-is made from the row here is used only for lengths and logs.
+is made from the row is used only for lengths and logs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -83,7 +83,7 @@ def _object(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _joined(items: list[Mapping[str, Any]]) -> Iterator[Message]:
-    """Yield the messages of items. Consecutive calls are joined to one message, and reasoning is left out."""
+    """Yield the messages of items. Consecutive calls become one message, and reasoning is left out."""
     calls: list[Message] = []
     for item in items:
         kind = item.get("type") or "message"

@@ -1,4 +1,4 @@
-"""Read data sets of preferred and rejected answers, and of single answers that are labelled good or bad."""
+"""Read data sets of pairs of answers, and of single answers that are labelled good or bad."""
 
 import math
 import re
@@ -96,7 +96,7 @@ class PreferenceDataset(PairDataset):
 
 
 class BinaryPreferenceDataset(PairDataset):
-    r"""Rows with a preferred and a rejected answer, in the columns `prompt_key`, `chosen_key` and `rejected_key`.
+    r"""Rows with a prompt, a preferred and a rejected answer (`prompt_key`, `chosen_key`, `rejected_key`).
 
     The prompt is a text or a list of messages. Without a prompt column, chosen and rejected are whole
     conversations with the same beginning: lists of messages, or texts written as
@@ -108,7 +108,7 @@ class BinaryPreferenceDataset(PairDataset):
         return [self.config.prompt_key or "prompt", *self._answer_keys()]
 
     def to_pair(self, row: Row) -> Pair:
-        """Make a pair from prompt and answers, or from two conversations with the same beginning."""
+        """Make a pair from prompt and answers, or from two conversations with a common start."""
         prompt_key = self.config.prompt_key or "prompt"
         chosen, rejected = (value_of(row, key) for key in self._answer_keys())
         keys = self._answer_keys()
@@ -123,7 +123,7 @@ class BinaryPreferenceDataset(PairDataset):
 
 
 class HelpSteer3Dataset(PairDataset):
-    """The data set HelpSteer3. A negative `overall_preference` prefers the first response, a positive one the second.
+    """The data set HelpSteer3. If `overall_preference` is negative, the first response is preferred, else the second.
 
     If `margin_key` is `overall_preference`, the absolute value of this column is the margin.
     """
@@ -133,7 +133,7 @@ class HelpSteer3Dataset(PairDataset):
         return ["context", "response1", "response2", _PREFERENCE]
 
     def to_pair(self, row: Row) -> Pair:
-        """Make a pair of the response that is preferred by the sign of `overall_preference`, and the other response."""
+        """Make a pair of the preferred response, by the sign of `overall_preference`, and the other response."""
         preference = value_of(row, _PREFERENCE)
         if not _is_number(preference) or preference == 0:
             raise RowError("'overall_preference' prefers neither response")
@@ -174,7 +174,7 @@ def ranked_pair(row: Row) -> Pair:
 
 
 def with_tools(pair: Pair, row: Row, key: str = "tools") -> Pair:
-    """Add the tool descriptions of a row to its pair, if it has any.
+    """Add the tool descriptions of a row, if there are any, to its pair.
 
     Raises:
         RowError: The tool descriptions are not a list of objects.
@@ -205,7 +205,7 @@ def parse_transcript(text: str, key: str) -> Messages:
     r"""Return the messages of a text written as "\n\nHuman: ...\n\nAssistant: ...".
 
     Raises:
-        RowError: The text does not begin this way, or does not end with an answer that is not empty.
+        RowError: The text has another form, or does not end with a non-empty answer.
     """
     parts = _TURNS.split(text)
     if parts[0].strip() or len(parts) < 3:
@@ -267,7 +267,7 @@ def pair_after(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
 
 
 def after_prompt(context: Messages, messages: Messages) -> int:
-    """Return the index of the message after the prompt in a conversation. Other messages may precede the prompt.
+    """Return the index of the message after the prompt, which other messages may precede, in a conversation.
 
     Raises:
         RowError: No assistant message follows the prompt in the conversation.
@@ -306,7 +306,7 @@ PAIRS = DatasetKind("BinaryPreferenceDataset", DATASET_REGISTRY, "pair", ranked_
 
 
 def load_preference_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-    """Load a configured data set (see `DatasetKind.load`)."""
+    """Load a configured data set (`DatasetKind.load`)."""
     return PAIRS.load(config, role)
 
 
@@ -315,7 +315,7 @@ BINARY_FEEDBACK = "BinaryFeedbackDataset"
 
 
 class BinaryFeedbackDataset(RawDataset):
-    """Rows with a prompt (`prompt_key`), an answer (`output_key`) and a label (`label_key`, true or false).
+    """Rows with prompt (`prompt_key`), answer (`output_key`) and label (`label_key`, true or false).
 
     Prompt and answer are texts or lists of messages. Without a prompt column, `output_key` is a whole conversation
     that ends with the answer, as messages or in the format of hh-rlhf.
@@ -377,7 +377,7 @@ LABELLED = DatasetKind(BINARY_FEEDBACK, {BINARY_FEEDBACK: BinaryFeedbackDataset}
 
 
 def load_feedback_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
-    """Load a configured data set, and split it if the configuration says so.
+    """Load a configured data set, and split it if this is configured.
 
     Args:
         config: A data set of `data.train` or `data.validation` with labelled answers, or with any pairs that

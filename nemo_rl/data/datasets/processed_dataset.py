@@ -1,6 +1,6 @@
 """Convert each formatted row to a datum with token ids when the row is read.
 
-Invariant: `dataset[i]` depends on the rows only, so any worker process and any resumed run gives the same datum.
+Invariant: `dataset[i]` depends only on the rows, so all worker processes and resumed runs yield the same datum.
 """
 
 import bisect
@@ -41,7 +41,7 @@ CHECKED_ROWS = 50_000
 """Largest number of rows whose content `MixedDataset.checksum` reads."""
 
 ROW_LIMIT_S = 60.0
-"""Time limit in seconds for one row. A chat template or a processor may loop forever on unexpected input."""
+"""Time limit in seconds for one row. A chat template or a processor may not end for unexpected input."""
 
 TaskProcessors = TaskDataProcessFnCallable | Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 TaskPreprocessors = TaskDataPreProcessFnCallable | Mapping[str, TaskDataPreProcessFnCallable]
@@ -52,7 +52,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
     Args:
         dataset: Rows with `[i]` and `len()`. With a mapping of processors, each row must have `task_name`.
-        default_task_data_spec: Specification of tasks that have none of their own.
+        default_task_data_spec: Specification of tasks without one.
         task_data_processors: One processor for all rows, or (spec, processor) by task name.
         task_data_preprocessors: Function that is applied to a row before its processor, or functions by task name.
         max_seq_length: Largest number of tokens of a prompt, or None for no limit.
@@ -74,8 +74,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         self.task_data_preprocessors = task_data_preprocessors
         self.max_seq_length = max_seq_length
         self.stand_in: DatumSpec | None = None
-        """Datum with loss weight 0 that replaces a row that cannot be processed, with the reason as its `fault`. If it
-        is None, the error of such a row is raised. `leave_out_unusable` sets it."""
+        """Datum with loss weight 0 that replaces a row that cannot be processed. Its `fault` is the reason. If None,
+        the error of such a row is raised. `leave_out_unusable` sets it."""
         if isinstance(task_data_processors, Mapping):
             for spec, _ in task_data_processors.values():
                 spec.copy_defaults(default_task_data_spec)
@@ -91,14 +91,14 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         """
         if self.stand_in is None:
             return self._process(idx)
-        with Boundary(Exception) as caught:  # chat template and processor may be the user's own code
+        with Boundary(Exception) as caught:  # chat template and processor may be user code
             return self._process(idx)
         datum = copy.deepcopy(self.stand_in)
         datum["idx"], datum["fault"] = idx, _reason(caught.take())
         return datum
 
     def leave_out_unusable(self, num_tried: int, *, over_long: bool) -> list[BadRow]:
-        """Process the first rows now and leave out unusable ones. Later unusable rows are replaced by `stand_in`.
+        """Process the first rows and leave out unusable ones. Later unusable rows are replaced by `stand_in`.
 
         Args:
             num_tried: Number of rows to process.
@@ -114,7 +114,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         num_weightless = 0
         num_tried = min(num_tried, len(self))
         for idx in range(num_tried):
-            with Boundary(Exception) as caught:  # chat template and processor may be the user's own code
+            with Boundary(Exception) as caught:  # chat template and processor may be user code
                 datum = self._process(idx)
             if caught:
                 error = caught.take()
@@ -192,18 +192,18 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
 
 def _kind(value: Any) -> str:
-    """Return the name of a value's type in place of a value that JSON cannot represent."""
+    """Return the type name of a value that JSON cannot represent."""
     return type(value).__qualname__
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason why a row cannot be processed, in one line."""
+    """Return the reason why a row cannot be processed, on one line."""
     text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
 
 
 class RowsWithPlace(Protocol):
-    """A part of a `MixedDataset`."""
+    """Interface of a part of a `MixedDataset`."""
 
     def __len__(self) -> int: ...
 
@@ -214,15 +214,15 @@ class RowsWithPlace(Protocol):
 
 
 class MixedDataset(Dataset[DatumSpec]):
-    """Several data sets as one data set, in which they follow each other and `idx` counts the rows of all of them.
+    """Several data sets, concatenated to one. `idx` counts the rows of all of them.
 
     Args:
-        names: Name of the data set of each part, or None for a part without a name. An empty list stands for no names.
+        names: Name of the data set of each part, or None for a part without a name. An empty list means no names.
     """
 
     def __init__(self, parts: Sequence[RowsWithPlace], names: Sequence[str | None] = ()) -> None:
         self.parts = list(parts)
-        """The data sets, as they were passed."""
+        """Data sets that were passed."""
         self.names = list(names) or [None] * len(self.parts)
         """One name, or None, for each part."""
         self._ends = list(accumulate(len(part) for part in self.parts))
@@ -245,8 +245,8 @@ class MixedDataset(Dataset[DatumSpec]):
     def checksum(self) -> str:
         """Return a checksum of the rows and their order, before they are processed.
 
-        If there are more than `CHECKED_ROWS` rows, only this many are read, at equal distances from the first to the
-        last. Of data sets that a program passes as objects, only the number of rows is included.
+        If there are more than `CHECKED_ROWS` rows, only this many are read, at equal distances. For data sets that a
+        program passes as objects, only the number of rows is included.
         """
         total = len(self)
         chosen = range(total) if total <= CHECKED_ROWS else np.linspace(0, total - 1, CHECKED_ROWS).astype(int).tolist()
@@ -273,10 +273,10 @@ class MixedDataset(Dataset[DatumSpec]):
         return self.names[bisect.bisect(self._ends, idx)]
 
     def first_rows(self, limit: int) -> "ChosenRows":
-        """Return the first rows of each part, in equal numbers as far as the parts are long enough.
+        """Return the first rows of each part, in equal numbers if the parts are long enough.
 
         Args:
-            limit: Number of rows of all parts together. What an equal division leaves over comes from longer parts.
+            limit: Number of rows of all parts together. Longer parts provide the rows that short parts lack.
         """
         counts, left = [0] * len(self.parts), min(limit, len(self))
         ranked = sorted(range(len(self.parts)), key=lambda index: len(self.parts[index]))
@@ -299,7 +299,7 @@ class MixedDataset(Dataset[DatumSpec]):
 
 @dataclass(frozen=True)
 class ChosenRows(Dataset[DatumSpec]):
-    """Some rows of a data set. They keep the `idx` that they have in this data set."""
+    """Some rows of a data set, with their `idx` in that data set."""
 
     dataset: MixedDataset
     """The data set."""

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 class ArrowNulls:
-    """Removes the nulls that Arrow has added to the rows of one table.
+    """Remove the nulls that Arrow has added to the rows of a table.
 
-    A null stays if its field is null in every row. In this case no other row can have caused it, so that the file
-    itself has it (`"default": null`).
+    A null stays if its field is null in every row, because then the file itself contains it (`"default": null`).
     """
 
     def __init__(self, rows: "datasets.Dataset") -> None:
@@ -36,7 +35,7 @@ class ArrowNulls:
         }
 
     def removed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row without added nulls. Columns that contain no structs or lists stay unchanged."""
+        """Return the row without added nulls. Columns without structs or lists are not changed."""
         if not self._nested:
             return row
         return {key: _without(value, self._nested[key]) if key in self._nested else value for key, value in row.items()}
@@ -65,11 +64,11 @@ _SCAN_ROWS = 1000
 IGNORED_COLUMNS = frozenset(("id", "idx", "index", "uuid", "source", "dataset"))
 """Columns that describe the origin of a row. They are ignored without a report."""
 _ODD_VALUE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors that Python raises for values for which there is no check."""
+"""Errors that Python raises for values that are not checked before."""
 
 
 class RawDataset:
-    """One data set, which may be split into training and validation rows.
+    """A data set, which may be split into training and validation rows.
 
     A user's own class needs `dataset`, a sequence of formatted rows, and may have `val_dataset`,
     `bad_rows` and `num_rows`.
@@ -78,7 +77,7 @@ class RawDataset:
     dataset: Sequence[FormattedRow]
     """Rows to train (or validate) on."""
     val_dataset: Sequence[FormattedRow] | None = None
-    """Rows that `split_train_validation` set aside for validation, or None."""
+    """Rows that `split_train_validation` reserved for validation, or None."""
     bad_rows: list[BadRow]
     """Rows that were left out, with their places."""
     num_rows: int
@@ -86,7 +85,7 @@ class RawDataset:
     first_columns: tuple[str, ...] = ()
     """Columns of the first raw row, for messages."""
     unused_columns: tuple[str, ...] = ()
-    """Columns that any row has and the data set does not read, without `IGNORED_COLUMNS`."""
+    """Columns that the data set does not read, without `IGNORED_COLUMNS`."""
     data_config: DatasetConfig
     """The configuration of the data set."""
 
@@ -126,10 +125,10 @@ class RawDataset:
         self.dataset = RowView(self.dataset, np.sort(order[:max_samples]))
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Set rows aside for validation, which are chosen at random. Both parts keep the file's order.
+        """Reserve randomly chosen rows for validation. Both parts keep the file's order.
 
         Args:
-            test_size: Share of the rows (below 1) or number of rows to set aside. With 0, no rows are set aside.
+            test_size: Share of the rows (below 1) or number of rows to reserve. With 0, no rows are reserved.
             seed: Seed of the choice of rows.
 
         Raises:
@@ -172,7 +171,7 @@ class FormattedRows(Sequence[FormattedRow]):
         keys_below: Callable[[Row], Iterable[str]] = lambda row: (),
     ) -> None:
         self.table = table
-        """The raw rows."""
+        """The raw rows of the table."""
         self._key = key
         self._format_row = format_row
         self._task_name = task_name
@@ -234,13 +233,13 @@ class RowView(Sequence[FormattedRow]):
 
 
 def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
-    """Return the place of a row, or its position if the rows have no places."""
+    """Return the place of a row, or its index if the rows have no places."""
     place = getattr(rows, "place", None)
     return (type(rows).__name__, position) if place is None else place(position)
 
 
 def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | None]]:
-    """Yield each row with at least the given columns, or None for a row that is not valid UTF-8."""
+    """Yield each row with at least the given columns. Yield None for a row that is not valid UTF-8."""
     rows = table.rows
     if not is_table(rows):
         yield from enumerate(rows)

@@ -1,7 +1,7 @@
-"""Load the rows of a configured data set from built-in names, files, or classes of the user.
+"""Load the rows of a configured data set by a built-in name, from files, or with a user's class.
 
-There is one table of names for each kind of rows (conversations, pairs, labelled answers). Invariant: every kind looks
-up names and splits rows in the same way.
+Each kind of rows (conversations, pairs, labelled answers) has one table of names. Invariant: names are looked up and
+rows are split in the same way for every kind.
 """
 
 import inspect
@@ -37,10 +37,10 @@ def own_messages(row: Row) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class DatasetKind:
-    """Data sets whose rows have the same form."""
+    """Data sets whose rows have the same form, with their names."""
 
     usual: str
-    """Name of the data set that reads a `data_path` for which no name is given."""
+    """Name of the data set that reads a `data_path` without a name."""
     named: Mapping[str, DatasetFactory]
     """Factories by name."""
     key: str = "messages"
@@ -49,7 +49,7 @@ class DatasetKind:
     """Function that returns the content of a row of a user's class."""
 
     def load(self, config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-        """Load a configured data set, and split it if the configuration says so.
+        """Load a configured data set, and split it if this is configured.
 
         Args:
             config: A data set of `data.train` or `data.validation`. A dict is checked and completed with defaults.
@@ -85,8 +85,8 @@ class ExternalDataset(RawDataset):
     """Data of a user's class, which is named by its dotted path.
 
     The class is called with the configuration keys that are set (`data_path`, `split`, `seed` ...). An object must have
-    `dataset`, a sequence of rows with `messages`. It may have validation rows in `val_dataset`, which are used whether
-    the class is named in `data.train`, in `data.validation` or in both.
+    `dataset`, a sequence of rows with `messages`. It may have validation rows in `val_dataset`, which are used if
+    `data.train`, `data.validation` or both name the class.
     """
 
     def __init__(self, kind: Callable[..., Any], config: DatasetConfig, role: str, form: DatasetKind) -> None:
@@ -112,7 +112,7 @@ class ExternalDataset(RawDataset):
             self.num_rows += len(held_out)
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Split the rows, unless the class has split them already."""
+        """Split the rows, unless the class has already split them."""
         if not self.brings_validation:
             super().split_train_validation(test_size, seed)
 
@@ -123,12 +123,12 @@ class ExternalDataset(RawDataset):
 
 
 def _check_arguments(kind: Callable[..., Any], keys: Mapping[str, Any], name: str) -> None:
-    """Check that a user's class accepts the keys of its configuration. Other errors of the class are not caught."""
+    """Check that a user's class accepts its configured keys. Other errors of the class are not caught."""
     if not callable(kind):
         raise DataError(f"dataset_name {name!r} is a {type(kind).__name__}, not a class. Give the path of a class.")
     try:
         signature = inspect.signature(kind)
-    except ValueError:  # raised for types that are implemented in C
+    except ValueError:  # raised for types written in C
         return
     try:
         signature.bind(**keys)
@@ -142,7 +142,7 @@ def _check_arguments(kind: Callable[..., Any], keys: Mapping[str, Any], name: st
 def held_out_rows(raw: RawDataset, config: DatasetConfig, validation: Iterable[DatasetConfig]) -> Any:
     """Return the rows of a training data set that are used for validation, or None.
 
-    It is None for a class that is also named in `data.validation`, because that data set provides the rows.
+    The result is None if `data.validation` also names the class, because that data set provides the rows.
     """
     brings = isinstance(raw, ExternalDataset) and raw.brings_validation
     named = brings and any(entry.dataset_name == config.dataset_name for entry in validation)

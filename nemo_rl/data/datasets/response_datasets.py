@@ -1,7 +1,7 @@
 """Read data sets of questions and answers by name.
 
-Invariant: a name means the same columns for every source (the hub, a mirror in `data_path`, or a file). A new data set
-needs one line in `DATASET_REGISTRY`, or a class with one method.
+Invariant: a data set has the same columns for every source (the hub, a mirror in `data_path`, or a file). A new data
+set needs one line in `DATASET_REGISTRY`, or a class with one method.
 """
 
 import re
@@ -36,7 +36,7 @@ _DROPPED_BITS = 33
 
 
 class EpisodeRows(Sequence[FormattedRow]):
-    """Seeds as formatted rows, with empty `messages`, `extra_env_info` with `seed` and `split`, and `task_name`.
+    """Seeds as formatted rows with empty `messages`, and with `seed` and `split` in `extra_env_info`.
 
     Args:
         split: "train" or "validation".
@@ -60,7 +60,7 @@ class EpisodeRows(Sequence[FormattedRow]):
 
 
 class EpisodesDataset(RawDataset):
-    """Seeds of episodes, from which the environment makes the prompts.
+    """Seeds from which the environment makes the prompts of episodes.
 
     Args:
         config: `num_samples`, `seed` and `split` are used. `processor` must be `episode_data_processor`.
@@ -156,7 +156,7 @@ class PromptDataset(RawDataset):
         self.take_rows(table, FormattedRows(table, columns, self.to_messages, config.env_name))
 
     def to_messages(self, row: Row) -> list[dict[str, Any]]:
-        """Return the prompt of a raw row, with the known answer (an empty text if there is none) as the last message.
+        """Return the prompt of a raw row, with the known answer as the last message (empty if there is none).
 
         Raises:
             RowError: The row cannot be used. The message gives the reason.
@@ -186,7 +186,7 @@ class GSM8KDataset(ResponseDataset):
 
 
 class DAPOMathDataset(ResponseDataset):
-    """The data set DAPO-Math. The question is the messages in `prompt`, and the answer is in a nested column."""
+    """The data set DAPO-Math. `prompt` contains the question as messages, and a nested column the answer."""
 
     def columns(self) -> list[str]:
         """Return the two nested columns."""
@@ -202,7 +202,7 @@ class DAPOMathDataset(ResponseDataset):
 
 
 class SquadDataset(ResponseDataset):
-    """The data set SQuAD. The context is the system message, and the text of the first answer is the answer."""
+    """The data set SQuAD. The context is the system message, and the first answer's text is the answer."""
 
     def columns(self) -> list[str]:
         """Return the columns of context, question and answers."""
@@ -270,5 +270,5 @@ RESPONSES = DatasetKind("ResponseDataset", DATASET_REGISTRY)
 
 
 def load_response_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
-    """Load a configured data set (see `DatasetKind.load`)."""
+    """Load a configured data set (`DatasetKind.load`)."""
     return RESPONSES.load(config, role)

@@ -1,4 +1,4 @@
-"""Load the prompts, conversations or pairs of answers that the section `data` names for training and validation.
+"""Load the prompts, conversations or pairs of the section `data`, for training and validation.
 
 This runs before Ray starts. Invariant: every row is either usable or reported with its place. Errors that need no model
 are raised here (unknown names, missing files, bad rows, prompt files and chat templates that do not fit). Only the
@@ -59,15 +59,15 @@ def leave_out_long_outputs(
 
 
 def _longest_output(row: FormattedRow, limit: int) -> int:
-    """Return the length in bytes of the longest expected output, or 0 if the row is too short to exceed the limit."""
+    """Return the bytes of the longest expected output, or 0 if the row is too short to exceed the limit."""
     text = row["messages"][-1]["content"]
-    if not isinstance(text, str) or len(text) <= limit // 2:  # an escape in JSON has more characters than its byte
+    if not isinstance(text, str) or len(text) <= limit // 2:  # JSON escapes are longer than their bytes
         return 0
     try:
         tests = json.loads(text)
         outputs = tests.get("outputs") or ()
         return max((len(one.rstrip().encode(errors="surrogatepass")) for one in outputs), default=0)
-    except (AttributeError, TypeError, ValueError):  # the answer is no tests
+    except (AttributeError, TypeError, ValueError):  # the answer does not contain tests
         return 0
 
 
@@ -77,7 +77,7 @@ TRIED_ROWS = 100
 """Number of prompts of each data set that are rendered at the start."""
 
 CHECKED_ROWS = 2000
-"""Number of conversations of each data set that are rendered at the start. Too long ones are not trained on."""
+"""Number of conversations of each data set that are rendered at the start. Too long ones are not used for training."""
 
 _KEPT_SHARE = 0.9
 
@@ -90,7 +90,7 @@ class RunData:
     """Training and validation rows of a run. The functions of this file return them."""
 
     train: MixedDataset
-    """Training rows. Rows of data sets that the configuration names have these names."""
+    """Training rows. Rows of named data sets have these names."""
     validation: MixedDataset | None
     """Validation rows of data sets without a name, or None."""
     bad_rows: list[BadRow]
@@ -98,11 +98,11 @@ class RunData:
     named_validation: Mapping[str, MixedDataset] = field(default_factory=dict)
     """Validation rows by the name of their data set."""
     task_env: Mapping[str, str] = field(default_factory=dict)
-    """Name of the environment by task name. A task has the name of its environment."""
+    """Name of the environment by task name. A task has the same name as its environment."""
 
     @property
     def all_validation(self) -> MixedDataset | None:
-        """All validation rows, including those of `named_validation` with their names, or None if there are none."""
+        """Return all validation rows, including `named_validation` with its names, or None without validation rows."""
         parts = [] if self.validation is None else list(zip(self.validation.parts, self.validation.names, strict=True))
         parts += [(part, name) for name, rows in self.named_validation.items() for part in rows.parts]
         return MixedDataset([part for part, _ in parts], [name for _, name in parts]) if parts else None
@@ -116,7 +116,7 @@ def setup_response_data(
 ) -> RunData:
     """Load, check and combine all data sets of prompts.
 
-    The validation rows are those set aside from training data (`split_validation_size`), followed by those of
+    Validation rows are those reserved from training data (`split_validation_size`), followed by those of
     `data.validation`.
 
     Args:
@@ -124,7 +124,7 @@ def setup_response_data(
         tools: Function schemas that prompts offer, by the name of the environment.
 
     Raises:
-        ConfigError, DataError: See the beginning of this file.
+        ConfigError, DataError: See the module docstring.
     """
     sections = environments if isinstance(environments, Mapping) else {}
     for entry, role in _entries(data_config):
@@ -147,7 +147,7 @@ def setup_response_data(
 
 
 def setup_sft_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
-    """Load, check and combine all data sets of conversations, as `setup_response_data` does, without environments."""
+    """Load, check and combine all data sets of conversations. Errors are those of `setup_response_data`."""
     return _setup_supervised(tokenizer, data_config, load_response_dataset, sft_processor)
 
 
@@ -163,30 +163,30 @@ def setup_feedback_data(tokenizer: TokenizerType, data_config: SupervisedDataCon
 
 @dataclass(frozen=True)
 class _Part:
-    """The functions and limits with which a configured data set is turned into rows of tokens."""
+    """Functions and limits by which a configured data set becomes rows of tokens."""
 
     load: Loader
     """Function that reads the rows."""
     process: Processor
-    """Function that turns a row into tokens."""
+    """Function that converts a row to tokens."""
     num_tried: int
     """Number of rows that are rendered at the start."""
     over_long: bool
-    """Whether a row that is too long counts as a bad row."""
+    """Whether a row that is too long is a bad row."""
     stop_strings: list[str] | None = None
-    """Stop strings of the answers to its prompts."""
+    """Stop strings of answers to the prompts."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Function schemas that its prompts offer."""
+    """Function schemas that the prompts offer."""
     output_bytes: int | None = None
-    """Largest number of bytes that a program may write, or None if its environment runs no programs."""
+    """Largest number of bytes that a program may write. None if the environment runs no programs."""
     keeps_rows: bool = False
-    """Whether its environment gets the columns of each row."""
+    """Whether the environment gets the columns of each row."""
 
 
 def _setup_supervised(
     tokenizer: TokenizerType, data_config: SupervisedDataConfig, load: Loader, usual: Processor
 ) -> RunData:
-    """Set up supervised data. The processor `sft_processor` stands for `usual`."""
+    """Set up supervised data. The name `sft_processor` selects the processor `usual`."""
     parts = []
     for entry, _ in _entries(data_config):
         process: Processor = get_processor(entry.processor)
@@ -263,7 +263,7 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
 
 
 def _length_advice(bad: Sequence[BadRow], rows: Any, tokenizer: TokenizerType, spec: TaskDataSpec, part: _Part) -> str:
-    """Return advice on the length limit if rows are too long: its key, and the length that keeps 90 % of the rows."""
+    """Return advice on the length limit if rows are too long: the key, and the length that keeps 90 % of rows."""
     if not any(row.reason.startswith(TOO_LONG) for row in bad):
         return ""
     unlimited = AllTaskProcessedDataset(rows, tokenizer, spec, part.process)

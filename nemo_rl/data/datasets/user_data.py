@@ -1,4 +1,4 @@
-"""Prepare data sets that a program passes in place of the configured ones.
+"""Prepare data sets that a program passes instead of the configured ones.
 
 Invariant: they pass the same early checks as configured ones, so that unusable data is found before Ray starts.
 """
@@ -16,11 +16,11 @@ from nemo_rl.data.datasets.setup import CHECKED_ROWS, TRIED_ROWS, RunData
 from nemo_rl.utils.errors import DataError
 
 UNNAMED = "default"
-"""Name of the validation rows that are reported as `validation/` if a program passes data sets by name."""
+"""Name of the validation rows that are reported as `validation/`, if a program passes data sets by name."""
 
 
 class GivenRows(Dataset[Any]):
-    """Data of a program's own class, as a part of a `MixedDataset`.
+    """Data of a program's class, as a part of a `MixedDataset`.
 
     Args:
         rows: Data with `len()` and `[i]`. Each item is a datum, as a processor returns it.
@@ -74,10 +74,10 @@ def given_data(dataset: Any, val_dataset: Any, config: DataConfig, *, sampled: b
 
 
 def checked_rows(dataset: Any, max_bad_row_share: float, sampled: bool, bad_rows: list[BadRow]) -> MixedDataset:
-    """Check the first rows of a program's data set, and return it. The function raises the errors of `given_data`.
+    """Check the first rows of a program's data set, and return the data set. Errors are those of `given_data`.
 
     Args:
-        max_bad_row_share: See `data.max_bad_row_share`.
+        max_bad_row_share: Value of `data.max_bad_row_share`.
         sampled: Whether rows are prompts.
         bad_rows: List to which rows that are left out are appended.
     """

@@ -1,6 +1,6 @@
 """Read the content of a message, which is a text or a list of typed parts.
 
-Invariant: all code uses `content_text` to read the text of a content. It refuses parts that are not text.
+Invariant: all code uses `content_text` to read the text of a content. This function refuses parts that are not text.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,12 +12,12 @@ from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.utils.errors import DataError
 
 TOOL_ROLES = frozenset(("environment", "function", "ipython", "tool"))
-"""Roles whose texts come from programs. These programs may pass on texts from other sources."""
+"""Roles whose texts come from programs, which may pass on texts of other sources."""
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """Rules on which texts are encoded as ordinary text, even if they contain control tokens such as `<|im_end|>`."""
+    """Rules that choose texts to encode as ordinary text, even if they contain control tokens such as `<|im_end|>`."""
 
     rows: bool = False
     """Whether texts in rows of data are encoded as ordinary text. Control tokens that the vocabulary does not mark as
@@ -99,7 +99,7 @@ def with_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def texts_between(text: str, opening: str, closing: str) -> list[str]:
     """Return each text between an opening text and the next closing text.
 
-    The result is that of `re.findall` of `opening(.*?)closing`, which takes quadratic time without closing texts.
+    The result equals that of `re.findall` with `opening(.*?)closing`, which needs quadratic time without closing texts.
     """
     found = []
     start = text.find(opening)

@@ -38,12 +38,12 @@ _MARKS = re.compile(f"{_MARK}(.)", re.DOTALL)
 
 
 def is_marked(text: str) -> bool:
-    """Return whether a text has to be encoded by `ControlTokens.encode`."""
+    """Return whether a text must be encoded by `ControlTokens.encode`."""
     return _MARK in text
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer. `control_tokens_of` returns such objects.
+    """The control tokens of a tokenizer. `control_tokens_of` returns them.
 
     Args:
         tokenizer: tokenizer whose vocabulary and chat template determine the control tokens.
@@ -60,7 +60,7 @@ class ControlTokens:
         template = str(tokenizer.chat_template or "")
         used = [str(token.content) for token in added if str(token.content) in template]
         self.written = _without_characters([*self.special, *used])
-        """Special tokens, and added tokens that the chat template writes, such as `<tool_call>`."""
+        """Special tokens, and added tokens such as `<tool_call>` that the chat template writes."""
         self._normalizes = any(token.normalized and str(token.content) in self.written for token in added)
         self._literals: dict[str, int] = {}
         self._by_number: list[str] = []
@@ -69,7 +69,7 @@ class ControlTokens:
         self._respelled: Tokenizer | None = None
 
     def first_in(self, text: str, *, of_tools: bool = False) -> str | None:
-        """Return the first special token (or, with `of_tools`, the first control token) in a text, or None."""
+        """Return the first special token in a text or, with `of_tools`, the first control token. None without one."""
         found = self._find[self.written if of_tools else self.special].search(text)
         return None if found is None else found[0]
 
@@ -78,7 +78,7 @@ class ControlTokens:
         return [(found.start(), found[0]) for found in self._find[self.special].finditer(text)]
 
     def quoted(self, message: Message, *, of_tools: bool) -> Message:
-        """Return the message with each control token of its texts replaced by a mark.
+        """Return the message with a mark in place of each control token of its texts.
 
         Args:
             message: a message of any form that the chat template accepts.
@@ -87,11 +87,11 @@ class ControlTokens:
         return self._quote(message, self.written if of_tools else self.special)
 
     def quoted_chat(self, messages: Sequence[Message], rules: TextRules) -> list[Message]:
-        """Return the messages. Texts that the rules encode as ordinary text are quoted."""
+        """Return the messages, with quoted texts where the rules require encoding as ordinary text."""
         return [self._by_role(message, rules) for message in messages]
 
     def quoted_tools(self, tools: list[dict[str, Any]] | None, rules: TextRules) -> list[dict[str, Any]] | None:
-        """Return the tool descriptions of a row, quoted if the rules encode texts of rows as ordinary text."""
+        """Return the tool descriptions of a row, quoted if the rules treat texts of rows as ordinary text."""
         return self._quote(tools, self.special) if rules.rows else tools
 
     def _by_role(self, message: Message, rules: TextRules) -> Message:
@@ -100,7 +100,7 @@ class ControlTokens:
         return self.quoted(message, of_tools=False) if rules.rows else message
 
     def _quote(self, value: Any, tokens: tuple[str, ...]) -> Any:
-        """Return a copy of mappings and lists with quoted texts, or the value itself if it has no control tokens."""
+        """Return a copy of mappings and lists with quoted texts. Return a value without control tokens unchanged."""
         if not tokens:
             return value
         if isinstance(value, str):
@@ -115,7 +115,7 @@ class ControlTokens:
 
     def _quote_text(self, text: str, tokens: tuple[str, ...]) -> str:
         quoted = self._find[tokens].sub(lambda found: self._mark(found[0]), text)
-        # A part of a token at an end of a text could become a whole token together with the template's text next to it.
+        # # A fragment of a token at the end of a text could form a whole token with the adjacent text of the template.
         head, tail = self._fragments[tokens]
         begin = len(quoted) - len(quoted.lstrip())
         if found := head.match(quoted, begin):
@@ -139,7 +139,7 @@ class ControlTokens:
         return _MARK + chr(_FIRST_PRIVATE + number)
 
     def shown(self, text: str) -> str:
-        """Return a text in which marks are replaced by the original text."""
+        """Return a text with the original texts instead of marks."""
         return _MARKS.sub(self._literal, text) if is_marked(text) else text
 
     def _literal(self, mark: re.Match[str]) -> str:
@@ -149,7 +149,7 @@ class ControlTokens:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text with marks, without adding special tokens."""
         if not self._can_respell():
-            # Invisible characters prevent the tokenizer from recognising the control token.
+            # # Invisible characters prevent the tokenizer from recognising control tokens.
             broken = _MARKS.sub(lambda mark: _with_joiners(self._literal(mark)), text)
             return list(self._tokenizer(broken, add_special_tokens=False, verbose=False)["input_ids"])
         if self._respelled is None:
@@ -172,7 +172,7 @@ def _made(tokenizer: TokenizerType, template: str, num_added: int) -> ControlTok
 
 
 def _without_characters(tokens: Sequence[str]) -> tuple[str, ...]:
-    """Return each token once, longest first, without single characters, which remain ordinary text (such as "!")."""
+    """Return each token once, longest first. Single characters such as "!" are left out and remain ordinary text."""
     return tuple(sorted({token for token in tokens if len(token.strip()) > 1}, key=lambda token: (-len(token), token)))
 
 
@@ -181,7 +181,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _fragments(tokens: Collection[str]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return patterns of suffixes of control tokens at the beginning of a text, and of prefixes at its end."""
+    """Return patterns of suffixes of control tokens at the start of a text, and of prefixes at its end."""
     ends = sorted({token[cut:] for token in tokens for cut in range(1, len(token))}, key=len, reverse=True)
     beginnings = sorted({token[:cut] for token in tokens for cut in range(1, len(token))}, key=len, reverse=True)
     tail = "|".join(map(re.escape, beginnings))

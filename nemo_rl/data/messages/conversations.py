@@ -32,9 +32,9 @@ from nemo_rl.data.model_rows import ROW_INPUTS
 
 TENSOR_KEYS = ("token_ids", "generation_logprobs", "token_loss_mask")
 ENDS = "ends"
-"""Key of a row of plain text that says whether the text ends with this row."""
+"""Key of a row of plain text: whether the text ends with this row."""
 STUB_TOKENS = 4
-"""Largest number of tokens, and of characters of text, that are kept of each message of a prompt that is too long."""
+"""Largest numbers of tokens and of characters that are kept of each message of a too long prompt."""
 
 
 def get_formatted_message_log(
@@ -61,7 +61,7 @@ def get_formatted_message_log(
         add_eos_token: Whether to end with the token that ends the last turn (`spans.final_token`) if the chat does not
             end with a special token. Line breaks at the end of the chat are then dropped.
         add_generation_prompt: Whether an assistant turn's header belongs to the message before it, as in generation.
-        longest: Number of tokens above which only the beginning of a text may be encoded (see `encode_text`).
+        longest: Number of tokens above which only the beginning of a text may be encoded (`encode_text`).
         num_counted: Number of last messages of which assistant turns count in the loss, or None if only roles decide.
 
     Returns:
@@ -97,7 +97,7 @@ def get_formatted_message_log(
 
 @dataclass
 class _RenderedPart:
-    """A part of a rendered chat that becomes an item of a message log."""
+    """A part of a rendered chat that becomes an entry of a message log."""
 
     role: str
     """Role of the message to which the part belongs."""
@@ -105,11 +105,11 @@ class _RenderedPart:
     sampled: bool
     """Whether a model samples this part."""
     counts: bool | None
-    """Whether the part counts in the loss, or None if the role decides."""
+    """Whether the part counts in the loss. If None, the role decides."""
 
 
 def _message_log(pieces: list[_RenderedPart], tokenizer: TokenizerType, longest: int | None) -> LLMMessageLogType:
-    """Return an item for each part with its role, text and token ids, and with `counts` if the role does not decide."""
+    """Return an entry for each part with role, text and token ids, and with `counts` unless the role decides."""
     control = control_tokens_of(tokenizer)
     texts, sampled = [piece.text for piece in pieces], [piece.sampled for piece in pieces]
     ids = encode_spans("".join(texts), list(accumulate(map(len, texts))), sampled, tokenizer, longest)
@@ -151,7 +151,7 @@ def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMes
 
 
 def _add_ends(pieces: list[_RenderedPart], chat: ChatRenderer, text: str, add_bos: bool, add_eos: bool) -> None:
-    """Add the token that begins a sequence to the first part, and the token that ends a turn to the last, in place."""
+    """Add the first part's beginning-of-sequence token and the last part's end-of-turn token, in place."""
     if add_bos:
         pieces[0].text = with_bos(pieces[0].text, chat.tokenizer)
     if add_eos:
@@ -168,7 +168,7 @@ def sft_processor(
     add_eos: bool = True,
     add_generation_prompt: bool = False,
 ) -> DatumSpec:
-    """Return the whole conversation of a row's `messages` for training, with one item for each message.
+    """Return the whole conversation of a row's `messages` for training, with one entry per message.
 
     A row of plain text (`PLAIN_TEXT`) becomes one item without a chat template, in which every token counts. If the
     text ends with this row (`ENDS`), the tokenizer's end-of-sequence token follows.
@@ -203,7 +203,7 @@ def _conversation(
     add_eos: bool,
     add_generation_prompt: bool,
 ) -> DatumSpec:
-    """Return the datum of a row's `messages` (for the arguments see the functions above)."""
+    """Return the datum of a row's `messages`. The arguments are those of the functions above."""
     message_log = get_formatted_message_log(
         row["messages"],
         tokenizer,
@@ -228,7 +228,7 @@ def preference_preprocessor(
     add_eos: bool = True,
     add_generation_prompt: bool = True,
 ) -> PreferenceDatumSpec:
-    """Return the two conversations of a row's `pair`: the context with the best, and with the worst completion."""
+    """Return the two conversations of a row's `pair`: the context with the best or with the worst completion."""
     pair = datum_dict.get("pair", datum_dict)
     ranked = sorted(pair["completions"], key=lambda completion: completion["rank"])
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
@@ -257,7 +257,7 @@ def feedback_processor(
     add_eos: bool = True,
     add_generation_prompt: bool = True,
 ) -> FeedbackDatumSpec:
-    """Return the conversation of a row's `feedback` (context and completion), and whether it is desirable."""
+    """Return the conversation of a row's `feedback` (context and completion), with its label."""
     feedback = datum_dict["feedback"]
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
     datum = _answered(feedback["context"], feedback["completion"], feedback.get("tools"), *how)
@@ -278,7 +278,7 @@ def finished_datum(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Make a datum of a log with token ids. If the log is longer than `max_seq_length`, make a short stub."""
+    """Make a datum of a log with token ids. A log that is longer than `max_seq_length` becomes a short stub."""
     datum = DatumSpec(
         message_log=message_log,
         length=sum(len(message["token_ids"]) for message in message_log),

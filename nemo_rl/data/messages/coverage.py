@@ -1,8 +1,8 @@
 """Check that a rendered chat contains everything that its messages and tools contain.
 
 Chat templates silently leave out what they do not support: tool calls, tools, roles or reasoning. Invariant: each text,
-call, argument and tool of a row is found in the rendered text. If it is not, the row is refused with the reason, unless
-the configuration allows that it is left out (`data.template_may_leave_out`).
+call, argument and tool of a row is found in the rendered text. Otherwise the row is refused with the reason, unless the
+configuration allows the loss (`data.template_may_leave_out`).
 """
 
 import json
@@ -23,7 +23,7 @@ from nemo_rl.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant message for its reasoning, the text that the model thinks before its answer."""
+"""Keys of an assistant message for its reasoning: the text that the model writes before its answer."""
 
 _READ = frozenset(("role", "content", "tool_calls", "tool_call_id", "counts", *REASONING_KEYS, *LOSS_FLAGS))
 _PROBE = "PROBE7Q"
@@ -57,8 +57,8 @@ class RenderedChat:
     ) -> None:
         """Check that the rendered text contains everything that the chat contains.
 
-        Parts that may be left out are reported once, except ids of calls. Keys of messages that nothing reads are also
-        reported once.
+        Missing parts that are allowed are reported once, except ids of calls. Unused keys of messages are also reported
+        once.
 
         Args:
             may_leave_out: Kinds of parts that may be left out, or None for `MAY_LEAVE_OUT`.
@@ -66,7 +66,7 @@ class RenderedChat:
             task: Name of the data set's task, for the report.
 
         Raises:
-            DataError: Any other part is left out.
+            DataError: Any other part is missing.
         """
         allowed = MAY_LEAVE_OUT if may_leave_out is None else may_leave_out
         for kind, role in dict.fromkeys(self._left_out(spans)):
@@ -128,13 +128,13 @@ class RenderedChat:
             if key not in _READ and value is not None
         }
         mentioned = {key for key, _ in found if re.search(rf"\b{re.escape(key)}\b", template)}
-        # A template that names functions contains "name" too, so the value of this key is searched.
+        # # A template that names functions also contains "name", so the value of this key is searched.
         unwritten = {key for key, value in found if key == "name" and value not in self.text}
         return sorted({key for key, _ in found} - mentioned | unwritten)
 
 
 def _tool_names(tool: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the name of a tool and the names of its arguments, without which a model cannot call the tool."""
+    """Yield the name of a tool and the names of its arguments, which a model needs to call it."""
     function = _function(tool)
     yield str(function.get("name", ""))
     yield from (name for name, _ in _arguments(function.get("parameters")))
@@ -172,7 +172,7 @@ def _call_texts(call: Any) -> Iterator[str | tuple[str, ...]]:
 
 
 def _leaves(value: Any) -> Iterator[str | tuple[str, ...]]:
-    """Yield the names and values in arguments. A value other than text is in the forms of JSON and of Python."""
+    """Yield the names and values in arguments. Values other than text are in the forms of JSON and Python."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             yield str(key)
@@ -192,7 +192,7 @@ def _ids(message: Message) -> list[str]:
 
 
 def _divided(message: Message) -> tuple[list[str], str]:
-    """Return the reasoning texts of a message, and the rest of its text."""
+    """Return the reasoning texts of a message and the rest of its text."""
     content = message.get("content")
     said = content if isinstance(content, str) else ""
     if message.get("role") != "assistant":
@@ -203,7 +203,7 @@ def _divided(message: Message) -> tuple[list[str], str]:
 
 
 def _holds(rendered: str, wanted: str | tuple[str, ...]) -> bool:
-    """Return whether a rendered chat contains a text, either unchanged, or as JSON, or line by line."""
+    """Return whether a rendered chat contains a text unchanged, as JSON, or line by line."""
     if isinstance(wanted, tuple):
         return any(_holds(rendered, each) for each in wanted)
     text = wanted.strip()

@@ -1,8 +1,8 @@
-"""Encode rendered text to token ids: whole prompts, conversations in spans, and texts that follow other tokens.
+"""Encode rendered text to token ids: prompts, conversations in spans, and texts that follow other tokens.
 
 Invariant: no token crosses a position where a model begins or stops sampling. The tokens before such a position are
-those of the prompt that an engine gets. The tokens after it continue the prompt, so that a tokenizer that puts a word
-mark before each text (SentencePiece) adds none there.
+those of the prompt that an engine gets. The tokens after it continue the prompt, so a tokenizer that puts a word mark
+before each text (SentencePiece) adds no mark there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,12 +78,12 @@ def template_kwargs_of(tokenizer: TokenizerType) -> dict[str, Any]:
 
 _CHARACTERS_PER_TOKEN = 8
 _CUT_MARGIN = 512
-"""Number of bytes that exceeds the length of the longest token of any vocabulary."""
+"""Number of bytes that is larger than the longest token of any vocabulary."""
 
 _WORD_MARKS = ("\u2581", "\u0120")
-"""Characters with which vocabularies of SentencePiece and of byte-level BPE write the space before a word."""
+"""Characters by which vocabularies of SentencePiece and byte-level BPE represent the space before a word."""
 _ANCHORS = ("\n", "0", ":", "a", " ")
-"""Texts that are put before a continuation. In any tokenizer, a token ends after at least one of them."""
+"""Texts that precede a continuation. In any tokenizer, at least one of them ends with a token boundary."""
 
 type Ids = list[int]
 
@@ -93,14 +93,14 @@ def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None)
 
     Args:
         text: Rendered text, with or without marks of `control_tokens`.
-        longest: Most tokens that the caller can use, or None to encode all text. Of a longer text, only a prefix with
-            more tokens than this may be encoded, because megabytes of text would take seconds and gigabytes of memory.
+        longest: Largest number of tokens that the caller can use, or None for all. Of a longer text, only a prefix with
+            more tokens than this may be encoded, because megabytes of text would need seconds and gigabytes of memory.
     """
     return torch.tensor(_encode_beginning(text, tokenizer, longest), dtype=torch.int64)
 
 
 def encode_continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
-    """Encode text that follows other tokens to token ids [T] int64. See `encode_text` for the arguments."""
+    """Encode text that follows other tokens to token ids [T] int64. The arguments are those of `encode_text`."""
     return torch.tensor(_continuation(text, tokenizer, longest), dtype=torch.int64)
 
 
@@ -116,7 +116,7 @@ def encode_spans(
     Args:
         ends: End of each span in characters, in order. The last one is the end of the text.
         sampled: For each span, whether a model samples it.
-        longest: See `encode_text`. The last spans of a longer text may get no tokens.
+        longest: Argument of `encode_text`. The last spans of a longer text may get no tokens.
 
     Returns:
         One tensor [T] int64 for each span.
@@ -133,24 +133,24 @@ def encode_spans(
 
 @dataclass(frozen=True)
 class _Cut:
-    """A position in the text, and the corresponding position in the tokens of the whole text."""
+    """A position in the text, with the corresponding position in the tokens of the whole text."""
 
     index: int
     """Number of tokens of the whole text before the position."""
     ids: Ids | None = None
-    """None if the position is between two tokens of the whole text, and a prompt that ends here has the same tokens.
-    Otherwise the tokens of the text from token `index` to the position."""
+    """None if the position is between two tokens of the whole text, and a prompt that ends there has the same tokens.
+    Otherwise, the tokens of the text from token `index` to the position."""
 
 
 class _Cutter:
-    """Cuts the tokens of a text at positions between spans."""
+    """Cut the tokens of a text at positions between spans."""
 
     def __init__(self, text: str, ids: Ids, tokenizer: TokenizerType) -> None:
         self._text, self._ids, self._tokenizer = text, ids, tokenizer
         self._fixed = _places_of_special(text, ids, tokenizer)
 
     def block(self, start: int, end: int) -> Ids:
-        """Return the tokens between two positions that no token may cross."""
+        """Return the tokens between two positions that tokens must not cross."""
         first, last = self._cut(start), self._cut(end)
         if first.ids is not None:
             return _continuation(self._text[start:end], self._tokenizer)
@@ -191,7 +191,7 @@ def _places_of_special(text: str, ids: Ids, tokenizer: TokenizerType) -> list[tu
 def _divide(
     text: str, ends: Sequence[int], blocks: Sequence[tuple[int, int, Ids]], tokenizer: TokenizerType
 ) -> list[Ids]:
-    """Divide the tokens of blocks among spans. A token that crosses the end of a span belongs to the next one."""
+    """Divide the tokens of blocks among spans. A token that crosses the end of a span belongs to the next span."""
     parts: list[Ids] = []
     for start, end, ids in blocks:
         inside = [place for place in ends[len(parts) :] if place <= end]
@@ -212,12 +212,12 @@ def _num_shared(left: Ids, right: Ids) -> int:
 
 
 def _unequal_parts(ids: Ids, count: int) -> list[torch.Tensor]:
-    """Return the tokens of a conversation that is too long. All tokens are in the first span."""
+    """Return the tokens of a too long conversation. All tokens are in the first span."""
     return [torch.tensor(ids if part == 0 else [], dtype=torch.int64) for part in range(count)]
 
 
 def _continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> Ids:
-    """Tokenize a text that continues other text, without the word mark (such as `▁`) that some tokenizers put first."""
+    """Tokenize a text that continues other text, without the word mark (such as `▁`) of some tokenizers."""
     alone = _encode_beginning(text, tokenizer, longest)
     if not alone or not _marks_words(tokenizer) or not _has_word_mark(alone[0], text, tokenizer):
         return alone
@@ -252,8 +252,8 @@ def _limit(longest: int) -> int:
 
 def _encode_beginning(text: str, tokenizer: TokenizerType, longest: int | None) -> Ids:
     if longest is not None:
-        # Cutting a token in the middle adds fewer tokens than the margin. If the prefix exceeds `longest` by more than
-        # the margin, the whole text is too long as well.
+        # # A token that is cut in the middle adds fewer tokens than the margin. If the prefix exceeds `longest` by more
+        # than the margin, the whole text is also too long.
         end = _limit(longest)
         while end < len(text):
             beginning = _encode(text[:end], tokenizer)
@@ -270,13 +270,13 @@ def _encode(text: str, tokenizer: TokenizerType) -> Ids:
 
 
 def begins_with_bos(tokenizer: TokenizerType) -> bool:
-    """Return whether the tokenizer itself begins each text with its beginning-of-sequence token."""
+    """Return whether the tokenizer begins each text with its beginning-of-sequence token."""
     if tokenizer.bos_token is None:
         return False
     return list(tokenizer("a", verbose=False)["input_ids"])[:1] == [tokenizer.bos_token_id]
 
 
 def with_bos(text: str, tokenizer: TokenizerType) -> str:
-    """Return a rendered chat with the beginning-of-sequence token, if the tokenizer adds it and the chat lacks it."""
+    """Return a rendered chat with the beginning-of-sequence token if the tokenizer adds it and the chat lacks it."""
     bos = tokenizer.bos_token
     return text if bos is None or text.startswith(bos) or not begins_with_bos(tokenizer) else bos + text

@@ -1,9 +1,9 @@
 """Render an environment's message to the tokens that it adds to a conversation.
 
-The sampled tokens do not change. They are followed by the text that the chat template writes between the end of an
-assistant turn and the beginning of the next one: the token that ends the turn (unless it was sampled), the message, and
-the header of the next turn. This text is taken from a separate short chat, because templates may render earlier turns
-of the real conversation differently (Qwen3 drops their reasoning). Invariant: the conversation is never rendered again.
+The sampled tokens do not change. They are followed by the text that the chat template writes between two assistant
+turns: the token that ends the turn (unless it was sampled), the message, and the header of the next turn. This text is
+taken from a separate short chat, because templates may render earlier turns of the real conversation differently (Qwen3
+drops their reasoning). Invariant: the conversation is never rendered again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _QUESTION = {"role": "user", "content": "QUESTION"}
 _ANSWER = "ANSWER"
 _SAID = "OBSERVATION"
 _LONGEST_OPENING = 256
-"""Largest number of tokens in the header of an assistant turn and the words with which a prompt may begin the turn."""
+"""Largest number of tokens in the header of an assistant turn and the prompt's words at the start of the turn."""
 
 
 def template_message(observation: Mapping[str, Any]) -> Message:
@@ -44,16 +44,16 @@ def template_message(observation: Mapping[str, Any]) -> Message:
 
 
 def messages_of(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of an observation, which are its `messages` or else the observation itself."""
+    """Return the messages of an observation: its `messages`, or the observation itself."""
     return [dict(each) for each in observation.get("messages") or [observation]]
 
 
 class ObservationRenderer:
-    """Renders observations to tokens.
+    """Render observations to tokens.
 
     Args:
         tokenizer: tokenizer. If it has no chat template, observations are plain text.
-        rules: rules on whether observations are encoded as ordinary text, or None for `TextRules()`.
+        rules: rules that decide whether observations are encoded as ordinary text, or None for `TextRules()`.
         template_kwargs: variables for the chat template, which should be those of the prompt's `Chat`.
     """
 
@@ -77,14 +77,14 @@ class ObservationRenderer:
     ) -> torch.Tensor:
         """Return the tokens that an observation adds after the last turn of a conversation, [t] int64.
 
-        The chat template is used if the prompt was rendered with it, which is recognised by the header of the
-        assistant's turn. Otherwise the tokens are those of the plain text.
+        The chat template is used if the prompt was rendered with it, which the header of the assistant's turn shows.
+        Otherwise, the observation is encoded as plain text.
 
         Args:
-            observation: `role` (see `template_form`) and `content`, or a list of several messages in `messages`.
+            observation: `role` (`template_form`) and `content`, or a list of several messages in `messages`.
             message_log: the conversation, whose last message was sampled.
             prompt_length: number of tokens before the first response.
-            longest: see `encode_text`.
+            longest: argument of `encode_text`.
 
         Raises:
             DataError: the content is not text, or the template refuses or leaves out the message.
@@ -98,7 +98,7 @@ class ObservationRenderer:
         )
 
     def message(self, observation: Mapping[str, Any]) -> Message:
-        """Convert an observation to a message for `render_chat`. Control tokens are quoted if the rules say so.
+        """Convert an observation to a message for `render_chat`, with quoted control tokens if the rules require it.
 
         Raises:
             DataError: a part is not text.
@@ -119,7 +119,7 @@ class ObservationRenderer:
         return prompt_entry(quoted, self._tokenizer, rules=TextRules(rows=False, tools=False))
 
     def control_token_in(self, observation: Mapping[str, Any]) -> str | None:
-        """Return the first control token in the text of an observation, whether or not it is quoted."""
+        """Return the first control token in the text of an observation, quoted or not."""
         text = template_message(observation)["content"]
         return control_tokens_of(self._tokenizer).first_in(text, of_tools=True)
 
@@ -128,13 +128,13 @@ class ObservationRenderer:
         return self._tokenizer.chat_template is not None and self._opening in self._shown(prompt_end)
 
     def _shown(self, token_ids: torch.Tensor) -> str:
-        """Return the text of tokens without white space, because some tokenizers add, move or lose white space."""
+        """Return the text of tokens without white space, because some tokenizers change white space."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return "".join(str(text).split())
 
     @cached_property
     def _opening(self) -> str:
-        """The header of an assistant turn without white space, or an empty text if the template writes no header."""
+        """The header of an assistant turn without white space. It is empty if the template writes no header."""
         closed, opened = (
             render_chat([_QUESTION], self._tokenizer, add_generation_prompt=header, template_kwargs=self._variables)
             for header in (False, True)
@@ -143,7 +143,7 @@ class ObservationRenderer:
         return self._shown(encode_continuation(header, self._tokenizer))
 
     def _added(self, *messages: Message) -> str:
-        """Return the text that the template writes after an assistant's words if `messages` follow."""
+        """Return the text that the template writes after an assistant's words, if `messages` follow."""
         chat = [_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages]
         rendered = render_chat(chat, self._tokenizer, add_generation_prompt=True, template_kwargs=self._variables)
         return rendered.partition(_ANSWER)[2]
@@ -160,7 +160,7 @@ class ObservationRenderer:
         return head
 
     def _continuation(self, added: str, head: str, written: list[int], longest: int | None) -> torch.Tensor:
-        """Return the tokens of `added`, without those tokens of its `head` with which `written` already ends.
+        """Return the tokens of `added`, without the start of its `head` that `written` already ends with.
 
         Some templates write white space before the token that ends a turn, but a model that ended its turn did not.
         """
@@ -173,6 +173,6 @@ class ObservationRenderer:
 
 
 def _overlap(written: Sequence[int], head: Sequence[int]) -> int:
-    """Return the length of the longest prefix of `head` with which `written` ends."""
+    """Return the length of the longest prefix of `head` that is a suffix of `written`."""
     longest = min(len(written), len(head))
     return next((size for size in range(longest, 0, -1) if list(written[-size:]) == list(head[:size])), 0)

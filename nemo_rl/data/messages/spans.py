@@ -7,9 +7,9 @@ no such token, the control token that begins the next turn's header ends the tur
 Spans are found by two methods, tried in order:
 
 1. Prefixes. The chat up to a message, rendered alone, is the beginning of the whole chat. This is exact.
-2. Markers, for templates that render a turn differently once later ones follow (Qwen3 leaves `<think>` out
-   of earlier turns). The text that opens an assistant turn and the token that closes it are searched in the
-   rendered chat; if their number or their content does not fit the messages, the chat is refused.
+2. Markers, for templates that render a turn differently once later ones follow (Qwen3 leaves `<think>` out of earlier
+   turns). The text that opens an assistant turn and the token that closes it are searched in the rendered chat. If
+   their number or their content does not fit the messages, the chat is refused.
 """
 
 import os
@@ -25,13 +25,13 @@ from nemo_rl.utils.errors import DataError
 
 ASSISTANT = "assistant"
 _PROBES = ("A", "7")
-"""Two answers without a common beginning."""
+"""Two answers without a common start."""
 _FOLLOWING = {"role": "user", "content": "QUESTION"}
 
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """Renders beginnings of one conversation."""
+    """Render the first messages of a conversation."""
 
     messages: Sequence[Message]
     """The whole conversation."""
@@ -47,7 +47,7 @@ class ChatRenderer:
         return self._render(self.messages[:count], opened)
 
     def shared_beginning(self, position: int, following: Sequence[Message]) -> str:
-        """Return the rendered text before the answer of an assistant turn, which is the same for all answers.
+        """Return the rendered text before the answer of an assistant turn, which does not depend on the answer.
 
         Args:
             position: index of the message that is the assistant turn.
@@ -64,7 +64,7 @@ class ChatRenderer:
 
 
 def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) -> list[int]:
-    """Return the end of each message's text in `full_text`, at which the next message begins.
+    """Return the end of each message's text in `full_text`, where the next message begins.
 
     White space after the token that closes an assistant turn belongs to the next message, because no model samples it.
 
@@ -115,10 +115,10 @@ def own_headers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> dict
 
 
 def _prefix_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
-    """Return the end of a message before another prompt message. A turn that has both belongs to the second one."""
+    """Return the end of a message before another prompt message. Text of both turns belongs to the second one."""
     try:
         text = chat.text(position + 1)
-    except DataError:  # the template wants a user message before the chat may end
+    except DataError:  # the template requires a user message at the end
         return start
     return len(text) if full_text.startswith(text) and len(text) >= start else start
 
@@ -143,7 +143,7 @@ def _turn_start(chat: ChatRenderer, full_text: str, position: int, start: int, h
 
 
 def _own_header_end(chat: ChatRenderer, full_text: str, position: int) -> int:
-    """Return the end of a header that differs from the generation prompt, as the text that all answers share."""
+    """Return the end of a header that differs from the generation prompt: the end of the text common to all answers."""
     for following in (chat.messages[position + 1 :], [_FOLLOWING]):
         header = chat.shared_beginning(position, following)
         if full_text.startswith(header):
@@ -152,7 +152,7 @@ def _own_header_end(chat: ChatRenderer, full_text: str, position: int) -> int:
 
 
 def _end_that_begins(header: str, text: str) -> str:
-    """Return the longest prefix of `header` with which `text` ends."""
+    """Return the longest prefix of `header` that is a suffix of `text`."""
     return next((header[:size] for size in range(len(header), 0, -1) if text.endswith(header[:size])), "")
 
 
@@ -171,7 +171,7 @@ def _turn_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> 
 
 
 def _with_next_header(chat: ChatRenderer, full_text: str, position: int, end: int) -> int:
-    """Return the end of the control token after a turn, or `end` if there is none or another assistant turn follows."""
+    """Return the end of the control token after a turn. Return `end` if there is none or an assistant turn follows."""
     if chat.messages[position + 1]["role"] == ASSISTANT:
         return end
     rest = full_text[end:]
@@ -180,13 +180,13 @@ def _with_next_header(chat: ChatRenderer, full_text: str, position: int, end: in
 
 
 def closing_token(text: str, tokenizer: TokenizerType) -> str | None:
-    """Return the special token that ends a rendered chat, ignoring trailing white space, or None if there is none."""
+    """Return the special token that ends a rendered chat, apart from white space, or None if there is none."""
     stripped = text.rstrip()
     return next((token for token in _special_tokens(tokenizer) if stripped.endswith(token)), None)
 
 
 def final_token(chat: ChatRenderer, full_text: str) -> str | None:
-    """Return the token that a model samples at the end of the last turn, or None if the rendered chat has it already.
+    """Return the token that a model samples at the end of the last turn, or None if the chat already has it.
 
     Templates may end a turn with the control token of the next header (a tool's result after a call, or a user's turn).
     This token is returned if the model's generation config stops at it, or else the end-of-sequence token.
@@ -208,8 +208,8 @@ def final_token(chat: ChatRenderer, full_text: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _stop_ids(name: str) -> frozenset[int]:
-    """Return the tokens at which the tokenizer's model stops according to its files, or an empty set."""
-    # transformers is imported here because it imports image libraries, which most runs never need.
+    """Return the tokens at which the tokenizer's model stops, according to its files, or an empty set."""
+    # # transformers is imported here because it imports image libraries, which most runs do not need.
     from transformers import GenerationConfig
 
     try:

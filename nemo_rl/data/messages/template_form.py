@@ -1,7 +1,7 @@
 """Convert messages to the form that a chat template supports: known roles, texts, and arguments of calls.
 
 Invariant: all messages that are tokenised go through `for_template` (supervised rows, prompts, observations and
-requests of agents), so roles and tool calls mean the same for all of them.
+requests of agents), so roles and tool calls have the same meaning for all of them.
 """
 
 import json
@@ -20,7 +20,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 """Roles of messages in rows, observations and requests."""
 
 _RENAMED = {"environment": "user", "function": "tool"}
-"""Roles that chat templates do not know, with the role under which their messages are rendered."""
+"""Roles that chat templates do not support, with the role that replaces them."""
 
 
 def known_role(role: str, *, knows_developer: bool) -> str:
@@ -69,7 +69,7 @@ def _call(call: Any, form: ArgumentsForm) -> Any:
 
 
 def arguments_value(arguments: Any) -> Any:
-    """Return the arguments of a call as a value, or as a text if they are no JSON."""
+    """Return the arguments of a call as a value, or as a text if they are not JSON."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -79,7 +79,7 @@ def arguments_value(arguments: Any) -> Any:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Return the arguments of a call as JSON text, or unchanged if they are a text."""
+    """Return the arguments of a call as JSON text. If they are a text, return it unchanged."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
@@ -88,10 +88,10 @@ _AS_TEXT = json.dumps({_KEY: _VALUE})
 
 
 def arguments_form(tokenizer: TokenizerType) -> ArgumentsForm:
-    """Return the form in which arguments must be given, so that the tokenizer's chat template writes them as JSON.
+    """Return the form of arguments that the tokenizer's chat template writes as JSON.
 
-    The template is tried with a call in each form. The form is "text" if the template writes a text unchanged, but
-    fails for a mapping or writes it as Python prints it.
+    The template renders a call in each form. The form is "text" if the template writes a text unchanged, but fails for
+    a mapping or writes it like Python's `print`.
     """
     return _probed(tokenizer, str(tokenizer.chat_template))
 
@@ -118,7 +118,7 @@ def _written(tokenizer: TokenizerType, arguments: Any) -> str | None:
 
 
 def tools_of(row: Mapping[str, Any], key: str = "tools") -> list[dict[str, Any]] | None:
-    """Return the tool descriptions of a row, which are a list or its JSON text, or None if the row has none.
+    """Return the tool descriptions of a row (a list, or its JSON text), or None without descriptions.
 
     Raises:
         RowError: The descriptions are not a list of objects.
@@ -141,12 +141,12 @@ def parsed_json(text: str, what: str) -> Any:
     """
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # `int` raises a ValueError for numbers with thousands of digits
+    except (ValueError, RecursionError):  # raised by `int` for thousands of digits
         raise RowError(f"{what} is not valid JSON") from None
 
 
 LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable", "train_on_turn")
-"""Keys of a message that say whether it counts in the loss. `weight` is OpenAI's key, and others are common too."""
+"""Keys of a message that say whether it counts in the loss. `weight` is OpenAI's key; the others are also common."""
 
 
 def is_excluded(message: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Pack sequences into bins so that few tokens are wasted.
+"""Pack sequences into bins with little unused space.
 
 Invariant: every sequence is in exactly one bin, no bin exceeds its capacity, and the same lengths always give the
 same bins.
@@ -115,13 +115,13 @@ class PackingAlgorithm(enum.Enum):
 
 
 class SequencePacker(ABC):
-    """Packs sequences into bins of equal capacity.
+    """Pack sequences into bins of equal capacity.
 
     Args:
         bin_capacity: Number of tokens that fit into a bin.
         collect_metrics: Whether to keep statistics of every `pack` call.
-        min_bin_count: Smallest number of bins over which the sequences are spread.
-        bin_count_multiple: Number of which the number of bins is a multiple.
+        min_bin_count: Smallest number of bins.
+        bin_count_multiple: The number of bins is a multiple of this number.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, sequence_lengths: Sequence[int]) -> list[list[int]]:
-        """Pack sequences that are known to fit, without regard to the number of bins."""
+        """Pack sequences that fit into bins, for any number of bins."""
 
     def _check(self, sequence_lengths: Sequence[int]) -> None:
         too_long = [(i, n) for i, n in enumerate(sequence_lengths) if n > self.bin_capacity]
@@ -182,7 +182,7 @@ class SequencePacker(ABC):
         self.metrics.reset()
 
     def compute_metrics(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Return the statistics of one packing (see `PackingMetrics.calculate_stats_only`)."""
+        """Return the statistics of one packing (`PackingMetrics.calculate_stats_only`)."""
         return self.metrics.calculate_stats_only(sequence_lengths, bins, self.bin_capacity)
 
     def get_aggregated_metrics(self) -> dict[str, float]:
@@ -195,7 +195,7 @@ class SequencePacker(ABC):
 
 
 class ConcatenativePacker(SequencePacker):
-    """Fills a bin in the given order, and opens the next bin when a sequence does not fit."""
+    """Fill a bin in the given order. Open the next bin when a sequence does not fit."""
 
     def _pack(self, sequence_lengths: Sequence[int]) -> list[list[int]]:
         bins: list[list[int]] = []
@@ -210,7 +210,7 @@ class ConcatenativePacker(SequencePacker):
 
 
 class FirstFitPacker(SequencePacker):
-    """Puts each sequence into the first bin with room, in an order that subclasses choose."""
+    """Put each sequence into the first bin with space, in an order that subclasses choose."""
 
     def _order(self, sequence_lengths: Sequence[int]) -> list[int]:
         return list(range(len(sequence_lengths)))
@@ -238,7 +238,7 @@ class FirstFitShufflePacker(FirstFitPacker):
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Modified first fit decreasing, which needs at most 71/60 of the fewest bins plus 1.
+    """Pack with modified first fit decreasing, which needs at most 71/60 of the optimal number of bins plus 1.
 
     See Johnson and Garey, "A 71/60 theorem for bin packing" (1985). Sequences are large (over half of the capacity),
     medium (over a third), small (over a sixth) or tiny. Each large sequence opens a bin. These bins are filled with
@@ -300,7 +300,7 @@ def get_packer(
 
 
 def spread_bins(bins: list[list[int]], costs: Sequence[int], num_bins: int) -> None:
-    """Split bins in place until there are `num_bins`, always the one with the largest cost that has several rows.
+    """Split bins in place until there are `num_bins`: always the most expensive one with several rows.
 
     Raises:
         DataError: There are fewer rows than requested bins.
@@ -358,7 +358,7 @@ def _pop_largest_fitting(items: list[tuple[int, int]], room: int) -> tuple[int, 
 def _add_mediums(
     bins: list[list[tuple[int, int]]], medium: list[tuple[int, int]], capacity: int
 ) -> list[list[tuple[int, int]]]:
-    """Add the longest medium item that fits to each bin, from the first bin on. Return the bins that got none."""
+    """Add to each bin, from the first on, the longest medium item that fits. Return the bins that got none."""
     without = []
     for rows in bins:
         item = _pop_largest_fitting(medium, _room(rows, capacity))
@@ -370,7 +370,7 @@ def _add_mediums(
 
 
 def _add_small_pairs(bins: list[list[tuple[int, int]]], small: list[tuple[int, int]], capacity: int) -> None:
-    """Add two small items to each bin, from the last bin on: the shortest one and the longest one that still fits."""
+    """Add two small items to each bin, from the last bin on: the shortest item, and the longest that still fits."""
     for rows in reversed(bins):
         room = _room(rows, capacity)
         if len(small) < 2 or small[0][0] + small[1][0] > room:
@@ -382,6 +382,6 @@ def _add_small_pairs(bins: list[list[tuple[int, int]]], small: list[tuple[int, i
 
 
 def _fill(rows: list[tuple[int, int]], rest: list[tuple[int, int]], capacity: int) -> None:
-    """Add the longest item that fits, repeatedly until none fits."""
+    """Add the longest item that fits, until none fits."""
     while (item := _pop_largest_fitting(rest, _room(rows, capacity))) is not None:
         rows.append(item)

@@ -1,6 +1,6 @@
-"""Decide to which data-parallel shard and to which microbatch each row of a batch goes.
+"""Assign each row of a batch to a data-parallel shard and a microbatch.
 
-The policy follows the plan, and decides nothing itself. Invariant: every row appears exactly once, every shard has the
+The policy follows the plan without decisions of its own. Invariant: every row appears exactly once, every shard has the
 same number of non-empty microbatches (so that collectives match), and equal lengths lead to equal plans.
 """
 
@@ -20,8 +20,8 @@ SHARED_PREFIXES = "shared_prefixes"
 that it shares with the row before it in that order. Without the key, or if all are 0, rows share nothing."""
 
 PROMPT_GROUPS = "prompt_groups"
-"""Key of a batch for `[B]` int64: equal for the rows of one prompt, and -1 for filler rows. If it is present, only rows
-of one prompt share tokens, so that the layout of a batch does not depend on where its tokens are stored."""
+"""Key of a batch for `[B]` int64: equal numbers for the rows of one prompt, and -1 for filler rows. If it is present,
+only rows of one prompt share tokens, so that the layout of a batch does not depend on where its tokens are stored."""
 
 
 def column_of(prefixes: Prefixes, rows: Sequence[int]) -> Tensor:
@@ -40,7 +40,7 @@ def prefixes_of(column: Tensor) -> Prefixes:
 def divide_prefixes(
     prefixes: Prefixes, lengths: Sequence[int], most_tokens: int, most_keys: int | None = None
 ) -> Iterator[Prefixes]:
-    """Divide rows into units with limited numbers of tokens and keys, which share few tokens with each other.
+    """Divide rows into units that share few tokens, and that have limited numbers of tokens and keys.
 
     Rows that share many tokens stay together: if a unit becomes too large, it ends before the row that shares the
     fewest tokens with the row before it. A single row may exceed the limits.
@@ -64,7 +64,7 @@ def divide_prefixes(
 
 @dataclass(frozen=True)
 class FixedSize:
-    """Microbatches of `size` rows of similar length, which keeps padding small."""
+    """Microbatches of `size` rows of similar length, which reduces padding."""
 
     size: int
 
@@ -73,7 +73,7 @@ class FixedSize:
 class TokenBudget:
     """Dynamic batching: rows of similar length share a padded microbatch.
 
-    A microbatch of n rows costs n times the length of its longest row, rounded up to `round_to`. The cost is at most
+    A microbatch of n rows costs n times the length of its longest row, rounded up to `round_to`. This cost is at most
     `max_tokens`.
     """
 
@@ -123,12 +123,12 @@ class MicrobatchPlan:
 
     @cached_property
     def row_order(self) -> list[int]:
-        """Indices of the rows in the order of the shards' concatenated results."""
+        """Return the indices of the rows in the order of the shards' concatenated results."""
         return [row for shard in range(len(self.shards)) for row in self.shard_rows(shard)]
 
     @cached_property
     def restore_order(self) -> list[int]:
-        """Indices that restore the order of the batch: `results[restore_order]`."""
+        """Return the indices that restore the order of the batch: `results[restore_order]`."""
         positions = [0] * len(self.row_order)
         for position, row in enumerate(self.row_order):
             positions[row] = position
@@ -189,10 +189,10 @@ def plan_microbatches(
 def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
     """Plan rows that share tokens. A microbatch contains shared tokens only once.
 
-    Whole trees need fewer tokens, but divided trees balance the shards better. Several divisions are tried, and the
-    plan whose busiest shard has the least work is used. Attention repeats the keys of shared tokens for each row that
-    shares them, and the backward pass keeps these keys in memory. If a microbatch has too many keys, the batch is
-    therefore planned again with keys as a cost.
+    Whole trees need fewer tokens, but divided trees balance the shards better. Several divisions are tried. The plan
+    whose busiest shard has the least work is used. Attention repeats the keys of shared tokens for each of their rows,
+    and the backward pass keeps these keys in memory. If a microbatch has too many keys, the batch is planned again with
+    keys as a cost.
 
     Args:
         prefixes: tree of the tokens that the rows share.
@@ -201,7 +201,7 @@ def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, s
         strategy: how microbatches are packed.
 
     Raises:
-        DataError: see `plan_microbatches`.
+        DataError: raised by `plan_microbatches`.
     """
     plan = _plan_parts(prefixes, lengths, num_shards, replace(strategy, keys_per_token=None))
     most = strategy.most_keys
@@ -212,7 +212,7 @@ def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, s
 
 
 def _plan_parts(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Return the best plan among several divisions of the trees. If none is possible, plan rows without sharing."""
+    """Return the best plan among several divisions of the trees. If there is none, plan rows without sharing."""
     busiest: dict[int, MicrobatchPlan] = {}
     if not prefixes.is_flat and max(lengths) <= strategy.capacity:
         total = prefixes.tokens(lengths)
@@ -232,8 +232,8 @@ def _plan_parts(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, str
 def _most_keys(prefixes: Prefixes, units: Sequence[Prefixes], lengths: Sequence[int]) -> list[int]:
     """Return the largest number of keys that each unit can add to a microbatch.
 
-    Together with other units of its tree, a unit may need nodes that it does not need alone. These nodes are on the
-    path of its first row, so all nodes of this path are counted.
+    With other units of its tree, a unit may need nodes that it does not need alone. They are on the path of its first
+    row, so all nodes of this path are counted.
     """
     paths = dict(zip(sorted(prefixes.rows), prefixes.paths(), strict=True))
     return [
@@ -245,7 +245,7 @@ def _most_keys(prefixes: Prefixes, units: Sequence[Prefixes], lengths: Sequence[
 
 
 def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Plan units by tokens, or by the larger cost of tokens and keys if a microbatch would have too many keys."""
+    """Plan units by tokens. If a microbatch would have too many keys, use the larger cost of tokens and keys."""
     plan = plan_microbatches(tokens, num_shards, strategy)
     most = strategy.most_keys
     batches = [batch for shard in plan.shards for batch in shard]
@@ -266,7 +266,7 @@ def _with_rows(plan: MicrobatchPlan, units: Sequence[Sequence[int]]) -> Microbat
 def _plan_groups(
     lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int
 ) -> MicrobatchPlan:
-    """Plan groups of rows as if each were one row, and replace each group in the plan by its rows."""
+    """Plan groups of rows as if each group were one row. Replace each group in the plan with its rows."""
     if len(lengths) % group_size:
         raise DataError(f"{len(lengths)} rows do not divide into groups of {group_size}.")
     groups = [lengths[start : start + group_size] for start in range(0, len(lengths), group_size)]
@@ -332,8 +332,8 @@ def _group_by_length(costs: Sequence[int], max_tokens: int) -> list[list[int]]:
 def _deal(bins: list[list[int]], costs: Sequence[int], num_shards: int) -> MicrobatchPlan:
     """Distribute bins among shards, most expensive first, in rounds of alternating direction.
 
-    In this way, bins that run at the same time on different shards cost about the same, and the first microbatch needs
-    the most memory.
+    Bins that run at the same time on different shards then have similar costs, and the first microbatch needs the most
+    memory.
     """
     shards: list[list[list[int]]] = [[] for _ in range(num_shards)]
     order = sorted(range(len(bins)), key=lambda i: (-costs[i], i))

@@ -1,1 +1,1 @@
-"""Stream prompts and rows in batches, epoch after epoch, with a position that a checkpoint stores."""
+"""Stream prompts and rows in batches over epochs, with a position that a checkpoint stores."""

@@ -16,7 +16,7 @@ class MovingAverage:
     """Average in which each new value multiplies the weights of earlier values by 1 - 1/length.
 
     Args:
-        length: limit of the sum of all weights for many values.
+        length: limit of the sum of weights for many values.
     """
 
     def __init__(self, length: int) -> None:
@@ -43,11 +43,11 @@ class MovingAverage:
 
 
 class Curriculum:
-    """The shares of data sets, and the state on which the shares depend.
+    """The shares of data sets, and the state on which they depend.
 
     Args:
         weights: weight of each data set, used if the configuration has no phases.
-        config: the section `data.curriculum`, or None to use the weights as they are.
+        config: the section `data.curriculum`. If None, the weights are used unchanged.
     """
 
     def __init__(self, weights: Mapping[str, float], config: CurriculumConfig | None = None) -> None:
@@ -58,7 +58,7 @@ class Curriculum:
         self._num_steps = 0
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each data set in the prompts to draw next. The shares sum to 1."""
+        """Return the share of each data set in the next prompts. The shares sum to 1."""
         weights = self._phase_weights() if self._config.phases else self._weights
         if self._config.accuracy is None:
             return _normalised(weights)
@@ -69,7 +69,7 @@ class Curriculum:
 
         Args:
             step: number of the step, from 1.
-            rewards: name of the data set and rewards of the samples, for each group of the step in order.
+            rewards: name of the data set and rewards of the samples, for each group of the step, in order.
         """
         self._num_steps = step
         for name, of_group in rewards:
@@ -77,7 +77,7 @@ class Curriculum:
                 self._recent[name].add(self.accuracy(of_group))
 
     def accuracy(self, rewards: Sequence[float]) -> float:
-        """Return the share of samples that count as solved."""
+        """Return the share of solved samples."""
         return sum(reward > self._rule.solved_above for reward in rewards) / len(rewards)
 
     def metrics(self) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Curriculum:
         return {"num_steps": self._num_steps, "recent": recent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. Data sets that the state does not have begin without an accuracy."""
+        """Restore a state. Data sets that are not in the state start without an accuracy."""
         self._num_steps = state["num_steps"]
         for name in self._recent.keys() & state["recent"].keys():
             self._recent[name].load_state_dict(state["recent"][name])
@@ -107,7 +107,7 @@ class Curriculum:
     def _by_accuracy(self, weights: Mapping[str, float], rule: AccuracyRuleConfig) -> dict[str, float]:
         """Multiply weights by the closeness of accuracies to the target, and give each at least `min_share`.
 
-        If no accuracy is close to the target, weights do not change. A data set without accuracy counts as close.
+        If no accuracy is close to the target, weights do not change. A data set without accuracy is treated as close.
         """
         farthest = max(rule.target, 1 - rule.target)
         recent = {name: self._recent[name].value for name in weights}
@@ -125,7 +125,7 @@ def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def _between(before: CurriculumPhase, after: CurriculumPhase, step: int) -> dict[str, float]:
-    """Interpolate between the normalised weights of two phases, so that their weights need not have equal sums."""
+    """Interpolate between the normalised weights of two phases. Their weights may have different sums."""
     done = (step - before.from_step) / (after.from_step - before.from_step)
     first, last = _normalised(before.weights), _normalised(after.weights)
     return {name: (1 - done) * first[name] + done * last[name] for name in first}

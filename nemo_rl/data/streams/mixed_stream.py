@@ -33,15 +33,15 @@ from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
 
 _ROUNDING = 1e-9
-"""Differences below this are rounding errors of floats."""
+"""Differences below this number are treated as rounding errors of floats."""
 
 
 class Division:
-    """Divides batches among data sets, and remembers the fraction of a prompt that each data set is still owed.
+    """Divide batches among data sets, and keep the fraction of a prompt that each data set has not received.
 
     Each data set gets the integer part of its share of a batch. The remaining prompts go to the data sets that would
-    otherwise be the first to be owed a whole prompt. This is the rule of the earliest deadline, as for periodic tasks
-    on several processors (Baruah et al., "Proportionate progress", 1996).
+    otherwise be the first to lack a whole prompt. This is the rule of the earliest deadline, as for periodic tasks on
+    several processors (Baruah et al., "Proportionate progress", 1996).
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -67,22 +67,22 @@ class Division:
         return counts
 
     def state_dict(self) -> dict[str, float]:
-        """Return the fraction of a prompt that each data set is owed."""
+        """Return the fraction of a prompt that each data set has not received."""
         return dict(self._owed)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a state. Data sets that the state does not have are owed nothing."""
+        """Restore a state. Data sets that are not in the state start with a fraction of 0."""
         self._owed = {name: state.get(name, 0.0) for name in self._owed}
 
 
 def evenly_spread(counts: Mapping[str, int]) -> list[str]:
-    """Return each name as often as its count says, with the occurrences of each name spread over the list."""
+    """Return each name as often as its count says. The occurrences of each name are spread over the list."""
     places = [((index + 0.5) / count, name) for name, count in counts.items() for index in range(count)]
     return [name for _, name in sorted(places, key=lambda place: place[0])]
 
 
 class DataSetRows:
-    """Draws the rows of a data set, each row once in an epoch.
+    """Draw the rows of a data set, each row once per epoch.
 
     Invariant: the order of an epoch depends on the run's seed, the name and the epoch, and not on other data sets.
 
@@ -98,11 +98,11 @@ class DataSetRows:
 
     @property
     def epochs(self) -> float:
-        """The number of passes over the rows so far, including the finished fraction of the current one."""
+        """Return the number of passes over the rows so far, including the finished fraction of the current one."""
         return self._epoch + self._num_done / len(self.rows)
 
     def draw(self) -> PromptPosition:
-        """Return the position of the next row, with the epoch of this data set."""
+        """Return the position of the next row. Its epoch is that of this data set."""
         row = self.rows[self._sampler.order(self._epoch)[self._num_done]]
         position = PromptPosition(self._epoch, row)
         self._num_done += 1
@@ -111,11 +111,11 @@ class DataSetRows:
         return position
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of finished epochs, of rows drawn in the current epoch, and of rows of an epoch."""
+        """Return the number of finished epochs, the rows drawn in the current epoch, and the rows per epoch."""
         return {"epoch": self._epoch, "num_done": self._num_done, "num_rows": len(self.rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the rows of a state, or with the next epoch if the data set has too few rows."""
+        """Continue after the rows of a state. If the data set has too few rows, continue with the next epoch."""
         self._epoch, self._num_done = state["epoch"], state["num_done"]
         if self._num_done >= len(self.rows):
             self._epoch, self._num_done = self._epoch + 1, 0
@@ -125,7 +125,7 @@ logger = logging.getLogger(__name__)
 
 
 class MixedPromptStream:
-    """Batches of several data sets by their shares. The class implements `prompt_stream.Prompts`, for one thread.
+    """Batches of several data sets by their shares (`prompt_stream.Prompts`), for one thread.
 
     An epoch of the stream has as many prompts as all data sets have rows, rounded down to complete batches. Prompts are
     prepared in this process when they are returned, because the shares of later batches are not known earlier.
@@ -180,7 +180,7 @@ class MixedPromptStream:
         self._waiting: dict[PromptPosition, None] = {}
         """Outstanding prompts that were not yet returned."""
         self._restored: frozenset[PromptPosition] = frozenset()
-        """Prompts that an earlier process has drawn, and whose faults that process has reported."""
+        """Prompts that an earlier process drew. That process has already reported their faults."""
         self._parts = StoredParts()
 
     @property
@@ -189,7 +189,7 @@ class MixedPromptStream:
         return self._num_batches // self.batches_per_epoch
 
     def next_batch(self) -> PromptBatch:
-        """See `Prompts.next_batch`."""
+        """Draw the next batch of prompts (`Prompts.next_batch`)."""
         while len(self._waiting) < self._batch_size and self.epoch < self._max_epochs:
             self._draw()
         if not self._waiting:
@@ -202,7 +202,7 @@ class MixedPromptStream:
         return self._prepared(taken, counted={position.row for position in taken if position in self._restored})
 
     def acknowledge(self, positions: Iterable[PromptPosition]) -> None:
-        """See `Prompts.acknowledge`."""
+        """Mark prompts as trained on or dropped (`Prompts.acknowledge`)."""
         for position in positions:
             if position not in self._outstanding or position in self._waiting:
                 raise ValueError(
@@ -212,11 +212,11 @@ class MixedPromptStream:
             del self._outstanding[position]
 
     def finish_step(self, step: int, rewards: GroupRewards) -> None:
-        """See `Prompts.finish_step`."""
+        """Note that a step was trained on (`Prompts.finish_step`)."""
         self._curriculum.finish_step(step, [(self._name(position), each) for position, each in rewards.items()])
 
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
-        """See `Prompts.metrics`.
+        """Return the metrics of the stream (`Prompts.metrics`).
 
         Each data set has `share/<name>` (of the step's prompts), `target_share/<name>` (before the step, by the rule),
         `epochs/<name>` (passes over its rows) and `recent_accuracy/<name>` (the moving average before the step). If the
@@ -235,11 +235,11 @@ class MixedPromptStream:
         return found | epochs | self._curriculum.metrics()
 
     def attach(self, name: str, part: StoredPart) -> None:
-        """See `Prompts.attach`."""
+        """Store and restore a part together with the position (`Prompts.attach`)."""
         self._parts.attach(name, part)
 
     def claim(self, positions: Iterable[PromptPosition]) -> None:
-        """See `Prompts.claim`."""
+        """Skip prompts whose groups a part has restored (`Prompts.claim`)."""
         for position in positions:
             if position not in self._waiting:
                 raise DataError(
@@ -250,11 +250,11 @@ class MixedPromptStream:
             del self._waiting[position]
 
     def prepare(self, positions: Sequence[PromptPosition]) -> PromptBatch:
-        """See `Prompts.prepare`."""
+        """Prepare claimed prompts again (`Prompts.prepare`)."""
         return self._prepared(positions, counted={position.row for position in positions})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which consists of the states of each data set, of the division and of the curriculum.
+        """Return the position: the states of the data sets, of the division and of the curriculum.
 
         See `unfinished_state` for the part about prompts that were drawn but not trained on.
         """
@@ -269,11 +269,11 @@ class MixedPromptStream:
         return state | unfinished_state(self._outstanding, self._parts)
 
     def check_position(self, state: dict[str, Any]) -> None:
-        """See `Prompts.check_position`."""
+        """Check that a stored position fits the data (`Prompts.check_position`)."""
         self._changes(state["loader"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Prompts.load_state_dict`.
+        """Move to a stored position (`Prompts.load_state_dict`).
 
         With `accept_changes`, each data set continues after the rows that the data set with the same name has provided.
         A new data set begins with its first epoch.
@@ -297,7 +297,7 @@ class MixedPromptStream:
             logger.info("%d prompts that were drawn but not trained on come first.", len(self._waiting))
 
     def _draw(self) -> None:
-        """Draw a batch. Before the first batch of an epoch, report the rows of the last epoch that did not train."""
+        """Draw a batch. Before the first batch of an epoch, report the rows of the last epoch that were not used."""
         if self._num_batches % self.batches_per_epoch == 0:
             self._faults.report()
             self._faults.begin_epoch()
@@ -356,10 +356,10 @@ def training_stream(
     batch_size: int,
     collate_fn: Collate = rl_collate_fn,
 ) -> Prompts:
-    """Build the stream of the rows that a run trains on.
+    """Build the stream of a run's training rows.
 
     Args:
-        config: configuration of the order, shares and epochs, and of how bad rows and changed data are treated.
+        config: configuration of order, shares and epochs, and of the treatment of bad rows and changed data.
         collate_fn: function that joins data into a batch.
 
     Raises:

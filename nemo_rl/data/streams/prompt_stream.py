@@ -3,7 +3,7 @@
     loader ─► next_batch ─► rows and their positions ─► ... trained on ─► acknowledge(positions), in any order
 
 Invariant: the stored position describes exactly the prompts that were not trained on yet. These are all prompts after a
-point in the loader's order, and the prompts before this point that were not acknowledged. A new stream that loads the
+point in the loader's order, and those before this point that were not acknowledged. A new stream that loads the
 position returns each of these prompts once.
 """
 
@@ -20,10 +20,10 @@ from nemo_rl.utils.errors import DataError
 
 
 class StoredPart(Protocol):
-    """State that is stored together with the position, such as groups that were sampled ahead of training."""
+    """Interface of state that is stored with the position, such as groups that were sampled ahead of training."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, which consists of tensors, plain values, and lists and dicts of these."""
+        """Return the state as tensors and plain values, and lists and dicts of these."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a stored state, and call `Prompts.claim` for the prompts whose groups are restored."""
@@ -53,8 +53,8 @@ def unfinished_state(outstanding: Iterable[tuple[int, int]], parts: StoredParts)
     """Return the part of a stream's state about prompts that were drawn but not trained on.
 
     Args:
-        outstanding: epoch and row of each of these prompts.
-        parts: the parts that keep the groups of these prompts.
+        outstanding: epoch and row of each such prompt.
+        parts: the parts that store the groups of these prompts.
 
     Returns:
         `outstanding`, a list of `[epoch, row]`, and `parts`, the state of each part by its name. Empty values are left
@@ -68,34 +68,34 @@ logger = logging.getLogger(__name__)
 
 
 class DataExhausted(Exception):  # noqa: N818
-    """Raised if the training data has no further batch, or none with differing rewards. The run then ends normally."""
+    """Error that the training data has no further batch, or none with different rewards. The run then ends normally."""
 
 
 class PromptPosition(NamedTuple):
-    """One prompt of one pass over the data."""
+    """A prompt of one pass over the data."""
 
     epoch: int
-    """Number of passes that were finished before this one."""
+    """Number of finished passes before this pass."""
     row: int
     """Index of the prompt's row in the data set."""
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts that are drawn together."""
+    """Prompts that are drawn at the same time."""
 
     rows: BatchedDataDict[Any]
     """The collated data."""
     positions: list[PromptPosition]
-    """Position of each prompt, in the order of the rows. A prompt may have several rows, as a pair has."""
+    """Position of each prompt, in the order of the rows. A prompt may have several rows, as with pairs."""
 
 
 type GroupRewards = Mapping[PromptPosition, Sequence[float]]
-"""Rewards of the samples of each prompt of a step, in order. They are empty if there are no rewards."""
+"""Rewards of the samples of each prompt of a step, in order. Empty if there are no rewards."""
 
 
 class Prompts(Protocol):
-    """Batches of prompts, epoch after epoch, with a position that a checkpoint stores. It is used on one thread."""
+    """Interface of a stream of prompt batches over epochs, with a position that a checkpoint stores, for one thread."""
 
     @property
     def epoch(self) -> int:
@@ -126,7 +126,7 @@ class Prompts(Protocol):
         """
 
     def finish_step(self, step: int, rewards: GroupRewards) -> None:
-        """Note that a step was trained on. The following prompts may depend on the step.
+        """Note that a step was trained on. The next prompts may depend on the step.
 
         Args:
             step: number of the step, from 1.
@@ -148,7 +148,7 @@ class Prompts(Protocol):
 
         Raises:
             ValueError: a prompt was acknowledged or claimed before.
-            DataError: the data changed, and the stream will not return the prompt any more.
+            DataError: the data changed, and the stream will not return the prompt.
             DataExhausted: the data has no such prompt.
         """
 
@@ -166,7 +166,7 @@ class Prompts(Protocol):
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position. This is only possible before the first batch.
+        """Move to a stored position. This is only possible before the first batch.
 
         Raises:
             DataError: the position, or a group that a part restores, belongs to other data.
@@ -174,10 +174,10 @@ class Prompts(Protocol):
 
 
 class PromptStream:
-    """Batches of the epochs of one loader, which shuffles all rows together. The class implements `Prompts`.
+    """Batches of one loader, which shuffles all rows together (`Prompts`).
 
     Args:
-        loader: loader, of which one pass is an epoch.
+        loader: loader. One pass over it is an epoch.
         max_epochs: number of passes after which the stream ends.
     """
 
@@ -189,11 +189,11 @@ class PromptStream:
         self._outstanding: dict[PromptPosition, None] = {}
         """Prompts before `_position` that were not acknowledged, in the order in which they were drawn."""
         self._untouched: deque[tuple[dict[str, Any], list[PromptPosition]]] = deque()
-        """Batches drawn after `_position` without acknowledged prompts, each with the position after the batch."""
+        """Batches drawn after `_position` without acknowledged prompts, with the position after each batch."""
         self._first: dict[PromptPosition, None] = {}
-        """Prompts to return before the next batch of the loader, in this order. They are not prepared yet."""
+        """Prompts to return before the loader's next batch, in this order. They are not prepared yet."""
         self._restored: frozenset[PromptPosition] = frozenset()
-        """Prompts that an earlier process has drawn, and whose faults that process has reported."""
+        """Prompts that an earlier process drew. That process has already reported their faults."""
         self._changes: list[str] = []
         """Changes of the data since the loaded position was stored."""
         self._parts = StoredParts()
@@ -209,7 +209,7 @@ class PromptStream:
         return len(self._loader)
 
     def next_batch(self) -> PromptBatch:
-        """See `Prompts.next_batch`."""
+        """Draw the next batch of prompts (`Prompts.next_batch`)."""
         size = self._batch_size
         while not self._first and self.epoch < self._max_epochs:
             epoch = self.epoch
@@ -227,7 +227,7 @@ class PromptStream:
         return self._first_batch()
 
     def acknowledge(self, positions: Iterable[PromptPosition]) -> None:
-        """See `Prompts.acknowledge`."""
+        """Mark prompts as trained on or dropped (`Prompts.acknowledge`)."""
         for position in positions:
             if position not in self._outstanding:
                 self._move_after(position)
@@ -237,15 +237,15 @@ class PromptStream:
         """Do nothing, because the order of the prompts is fixed. See `Prompts.finish_step`."""
 
     def metrics(self, rewards: GroupRewards) -> dict[str, float]:
-        """See `Prompts.metrics`."""
+        """Return the metrics of the stream (`Prompts.metrics`)."""
         return {}
 
     def attach(self, name: str, part: StoredPart) -> None:
-        """See `Prompts.attach`."""
+        """Store and restore a part together with the position (`Prompts.attach`)."""
         self._parts.attach(name, part)
 
     def claim(self, positions: Iterable[PromptPosition]) -> None:
-        """See `Prompts.claim`."""
+        """Skip prompts whose groups a part has restored (`Prompts.claim`)."""
         for position in positions:
             while position not in self._first:
                 is_over = position.epoch < self.epoch or self.epoch >= self._max_epochs
@@ -255,23 +255,23 @@ class PromptStream:
             del self._first[position]
 
     def prepare(self, positions: Sequence[PromptPosition]) -> PromptBatch:
-        """See `Prompts.prepare`."""
+        """Prepare claimed prompts again (`Prompts.prepare`)."""
         rows = [position.row for position in positions]
         return PromptBatch(self._loader.prepare(rows, counted=set(rows)), list(positions))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the epoch, the loader's state, and the earlier prompts that were not trained on.
+        """Return the position: epoch, loader's state, and earlier prompts that were not trained on.
 
         See `unfinished_state` for the part about these prompts.
         """
         return self._position | unfinished_state(self._outstanding, self._parts)
 
     def check_position(self, state: dict[str, Any]) -> None:
-        """See `Prompts.check_position`."""
+        """Check that a stored position fits the data (`Prompts.check_position`)."""
         self._loader.check_position(state["loader"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Prompts.load_state_dict`."""
+        """Move to a stored position (`Prompts.load_state_dict`)."""
         self._changes = self._loader.check_position(state["loader"])
         self._loader.load_state_dict(state["loader"])
         self._iterator = None
@@ -291,7 +291,7 @@ class PromptStream:
         return self._loader.batch_size
 
     def _full_batch(self) -> PromptBatch | None:
-        """Return the loader's next batch, or None if this pass has no further full batch."""
+        """Return the loader's next batch, or None if this pass has no more full batches."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         rows = next(self._iterator, None)
@@ -309,7 +309,7 @@ class PromptStream:
             self._first |= dict.fromkeys(self._note_drawn(rows))
 
     def _first_batch(self) -> PromptBatch:
-        """Prepare and return the next of the prompts that come before the loader's batches."""
+        """Prepare and return the next prompts that come before the loader's batches."""
         taken = list(islice(self._first, self._batch_size))
         for position in taken:
             del self._first[position]
@@ -317,14 +317,14 @@ class PromptStream:
         return PromptBatch(self._loader.prepare([position.row for position in taken], counted), taken)
 
     def _note_drawn(self, rows: list[int]) -> list[PromptPosition]:
-        """Return the positions of rows just drawn. If they begin a new batch, note the whole batch as drawn."""
+        """Return the positions of newly drawn rows. If they begin a new batch, record the whole batch as drawn."""
         after = self._drawn_to()
         if after != (self._untouched[-1][0] if self._untouched else self._position):
             self._untouched.append((after, [PromptPosition(self.epoch, row) for row in self._loader.current_batch]))
         return [PromptPosition(self.epoch, row) for row in rows]
 
     def _not_to_come(self, position: PromptPosition) -> Exception:
-        """Return the error for the claim of a prompt that the stream will not return any more."""
+        """Return the error of a claim for a prompt that the stream will not return."""
         if self._changes:
             return DataError(
                 f"The checkpoint has sampled responses to row {position.row} of epoch {position.epoch}, which is not "

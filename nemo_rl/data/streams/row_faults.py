@@ -1,4 +1,4 @@
-"""Count and report the rows that were drawn for training but do not train, because they are too long or unusable."""
+"""Count and report rows that were drawn for training but not used, because they are too long or unusable."""
 
 import logging
 from collections.abc import Collection
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class RowFaults:
-    """Reports rows that do not train by file and line.
+    """Report rows that are not used for training, by file and line.
 
     Args:
         dataset: Data with `place(i)`.
@@ -32,7 +32,7 @@ class RowFaults:
         """Values of `num_over_long` and `num_unusable` before this epoch."""
 
     def note(self, batch: Any, counted: Collection[int] = ()) -> None:
-        """Report the rows of a batch that do not train, and remove their faults from the batch.
+        """Report the rows of a batch that are not used for training, and remove their faults from the batch.
 
         Args:
             batch: A collated batch.
@@ -58,11 +58,11 @@ class RowFaults:
         self._check_share()
 
     def begin_epoch(self) -> None:
-        """Begin to count the rows of a new epoch."""
+        """Start to count the rows of a new epoch."""
         self._before = self.num_over_long, self.num_unusable
 
     def report(self) -> None:
-        """Log the number of rows of this epoch that did not train."""
+        """Log the number of rows of this epoch that were not used for training."""
         over_long, unusable = self._before
         if self.num_over_long > over_long:
             logger.warning(

@@ -1,1 +1,1 @@
-"""Starts or joins a Ray cluster, checks its nodes, chooses among them, and watches their health."""
+"""Start or join a Ray cluster, check and choose its nodes, and watch their health."""

@@ -1,4 +1,4 @@
-"""Finds out within seconds whether a Ray cluster answers at RAY_ADDRESS.
+"""Check within seconds whether a Ray cluster answers at RAY_ADDRESS.
 
 Ray's own attempt to join an address where no cluster answers takes minutes and ignores signals. Invariant: Ray joins
 only a cluster that has answered this check, and every step of the check has a deadline.
@@ -19,7 +19,7 @@ START_ONE = (
     "to run on this machine alone."
 )
 _REACH_S = 10.0
-"""Seconds for name resolution and all addresses of a host together."""
+"""Time limit in seconds for name resolution and all addresses of a host together."""
 _CONNECT_S = 5.0
 _HEALTH_S = 20.0
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -30,10 +30,10 @@ _answered: set[str] = set()
 
 
 def require_cluster() -> None:
-    """Refuse a RAY_ADDRESS where no Ray cluster answers, checking each address once per process.
+    """Refuse a RAY_ADDRESS without a Ray cluster. Each address is checked once per process.
 
     Raises:
-        ConfigError: describes what was found there.
+        ConfigError: no Ray cluster answers there. The message describes what was found.
     """
     address = cluster_address()
     if address is None or address in _answered:
@@ -45,7 +45,7 @@ def require_cluster() -> None:
 
 
 def unreachable(address: str) -> str | None:
-    """Describe why a cluster cannot be joined, within about half a minute, or return None if it can.
+    """Return why a cluster cannot be joined, within about half a minute. Return None if it can.
 
     Args:
         address: `host:port`, `ray://host:port` or `auto`.
@@ -60,7 +60,7 @@ def unreachable(address: str) -> str | None:
         return "no cluster runs on this machine"
     if address.startswith("ray://"):
         return None
-    # Use a separate process: a wait inside Ray's C++ code cannot be interrupted here.
+    # # A separate process is used, because a wait inside Ray's C++ code cannot be interrupted here.
     command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check", "--address", target]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_HEALTH_S, check=False)
@@ -71,11 +71,11 @@ def unreachable(address: str) -> str | None:
 
 
 def _listening(address: str) -> str | None:
-    """Return `host:port` of a server that speaks gRPC's protocol, or None if `auto` finds no cluster."""
-    from ray._private import services  # takes a second
+    """Return `host:port` of a server that uses the gRPC protocol, or None if `auto` finds no cluster."""
+    from ray._private import services  # slow import
 
     try:
-        # Ray replaces 127.0.0.1 by the address at which other machines reach this one.
+        # # Ray replaces 127.0.0.1 with the address at which other machines reach this one.
         target: str | None = services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
     except ConnectionError:  # raised for `auto`
         return None

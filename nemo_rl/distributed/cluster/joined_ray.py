@@ -1,10 +1,10 @@
-"""Joins a Ray cluster, and notices when one of the cluster's processes that this program needs has ended.
+"""Join a Ray cluster, and notice the end of those of its processes that this program needs.
 
         raylet        of this program's machine: when it ends, Ray ends all workers, each with a different reason
         gcs_server    on the head: when it has not answered for a minute, Ray ends this process from C++
 
-After either has ended, `local_ray.check_local_ray`, which every long wait calls, ends the run in order. Other machines
-are not watched here: `node_health` and the workers' errors report their loss.
+After one of these has ended, `local_ray.check_local_ray`, which every long wait calls, ends the run in order. Other
+machines are not watched here. `node_health` and the workers' errors report their loss.
 """
 
 import logging
@@ -26,22 +26,22 @@ from nemo_rl.utils.errors import ConfigError, NemoRLError
 _RETRY_S = 0.2
 _PERIOD_S = 3.0
 _GONE_S = 0.75 * float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
-"""Seconds that the control service may not answer: less than Ray's own limit, and enough for it to restart."""
+"""Seconds for which the control service may be silent. They are less than Ray's limit and enough for a restart."""
 _GO_ON = "Start the run again; with checkpointing.enabled=true it continues from its last checkpoint."
 
 _JOIN_S = 120.0
 
 
 def join_ray(address: str, env_vars: Mapping[str, str], *, log_to_driver: bool) -> Any:
-    """Connect this process to a running cluster and watch the cluster from then on.
+    """Connect this process to a running cluster, and watch the cluster from then on.
 
     Args:
-        address: `host:port`, `ray://host:port` or `auto`; a cluster has answered there.
+        address: `host:port`, `ray://host:port` or `auto`, where a cluster has answered.
         env_vars: environment of all workers.
-        log_to_driver: repeat what workers write on this process's console.
+        log_to_driver: show the workers' output on this process's console.
 
     Returns:
-        What `ray.init` returns.
+        The result of `ray.init`.
 
     Raises:
         ConfigError: Ray refuses to join.
@@ -65,7 +65,7 @@ def join_ray(address: str, env_vars: Mapping[str, str], *, log_to_driver: bool) 
 
 
 def watch_joined_ray() -> None:
-    """Start one thread for the raylet and one for the gcs_server, unless the process uses Ray Client."""
+    """Start a thread for the raylet and a thread for the gcs_server, unless the process uses Ray Client."""
     node = ray._private.worker._global_node
     if node is None:
         return
@@ -76,7 +76,7 @@ def watch_joined_ray() -> None:
 
 
 def _await_raylet(node: Node) -> None:
-    """Wait until no process listens on the raylet's socket (the kernel reports it) or this process has left Ray."""
+    """Wait until no process listens on the raylet's socket, as the kernel reports, or this process has left Ray."""
     while ray._private.worker.global_worker.node is node:
         try:
             with socket.socket(socket.AF_UNIX) as connection:
@@ -94,7 +94,7 @@ def _await_raylet(node: Node) -> None:
 
 
 def _await_control_service(node: Node) -> None:
-    """Wait until the control service accepts no connection for `_GONE_S` seconds or this process has left Ray."""
+    """Wait until the control service accepts no connections for `_GONE_S` seconds, or this process has left Ray."""
     host, _, port = node.gcs_address.rpartition(":")
     answered = time.monotonic()
     while ray._private.worker.global_worker.node is node:

@@ -1,9 +1,8 @@
-"""Starts Ray on this machine for one run that has no cluster to join, without the parts that `optimizations.lean_ray`
-leaves out.
+"""Start Ray on this machine for a single run, without the parts that `optimizations.lean_ray` leaves out.
 
-Ray does not survive the death of its gcs_server or raylet. It reports this only after a minute, or reports the death of
-some worker instead, or ends the driver silently from C++. So a thread waits for the end of each daemon and logs it
-immediately, and every long wait of the controller calls `check_local_ray` once a second to end the run in order.
+Ray does not survive the death of its gcs_server or raylet. It reports such a death only after a minute, reports the
+death of a worker instead, or ends the driver silently from C++. Therefore a thread waits for the end of each daemon and
+logs it immediately. Every long wait of the controller calls `check_local_ray` once a second to end the run in order.
 """
 
 import atexit
@@ -45,14 +44,14 @@ LIVENESS_PERIOD_S = 1.0
 LOOPBACK = "127.0.0.1"
 _CPU_OBJECT_STORE_BYTES = 1 << 30
 _SYSTEM_CONFIG = {
-    # No process starts the gcs_server again; after SIGTERM it can hang without answering, so that waits would not end.
+    # # No process restarts the gcs_server. After SIGTERM it can hang without answering, so that waits would not end.
     "gcs_rpc_server_reconnect_timeout_s": 20,
 }
 _START_ATTEMPTS = 3
 _START_S = 300.0
 """Time limit in seconds for all attempts to start Ray. Ray's own deadlines end each attempt within a minute."""
 _LOOK_PERIOD_S = 5
-"""Seconds between two checks whether a signal has stopped a daemon."""
+"""Seconds between two checks of whether a signal has stopped a daemon."""
 _STOPPED_LOOKS = 4
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}
 
@@ -69,14 +68,14 @@ def start_local_ray(
     log_to_driver: bool,
     optimizations: Choice,
 ) -> Any:
-    """Start Ray under 127.0.0.1, which ends with this process.
+    """Start Ray on 127.0.0.1. It ends with this process.
 
     Args:
-        num_cpus: logical CPUs; None takes the machine's count.
-        env_vars: environment of all workers, on top of this process's own.
-        include_dashboard: start the dashboard, and the daemons around it.
-        log_to_driver: repeat what workers write on this process's console.
-        optimizations: value of `cluster.optimizations`; without effect with a dashboard or `log_to_driver`.
+        num_cpus: logical CPUs; if None, the CPUs of the machine.
+        env_vars: environment of all workers, in addition to that of this process.
+        include_dashboard: start the dashboard with its daemons.
+        log_to_driver: show the workers' output on this process's console.
+        optimizations: value of `cluster.optimizations`; it has no effect with a dashboard or `log_to_driver`.
 
     Returns:
         The result of `ray.init`.
@@ -86,8 +85,8 @@ def start_local_ray(
         DeadlineExceededError: the attempts took too long.
     """
     require_startable_ray()
-    # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes
-    # listen there. The variable has the same effect in Ray's other processes.
+    # # Without this, Ray replaces 127.0.0.1 with an address that the network can reach, on which all of its processes
+    # listen. The variable has the same effect in Ray's other processes.
     ray_constants.ENABLE_RAY_CLUSTER = False
     lean = LeanStart() if include_dashboard or log_to_driver else lean_start(optimizations)
     # Workers inherit the environment that Ray starts in.
@@ -97,7 +96,7 @@ def start_local_ray(
         ),
         _replaced(Node, lean.node),
         _replaced(services, {"ConsolePopen": _OwnSession, **lean.services}),
-        # Ray's handler would drain the node for seconds while it starts.
+        # # Ray's handler would drain the node for seconds during a start.
         _replaced(ray_utils, {"set_sigterm_handler": _keep_handler, **lean.utils}),
     ):
         start = partial(
@@ -118,7 +117,7 @@ def start_local_ray(
 
 
 def _token_without_home() -> dict[str, str]:
-    """Return a token for Ray's processes as an environment variable, if Ray cannot write one to `~/.ray`.
+    """Return a token for Ray's processes as an environment variable, if Ray cannot write a token to `~/.ray`.
 
     Ray writes the file on a user's first start, and fails where the home folder is read-only.
     """
@@ -137,14 +136,14 @@ def _token_without_home() -> dict[str, str]:
 
 
 def _own_folder() -> dict[str, str]:
-    """Return RAY_TMPDIR, a private folder, as an absolute path, which is valid in every working directory."""
+    """Return RAY_TMPDIR, a private folder, as an absolute path, so that it is valid in every working directory."""
     return {"RAY_TMPDIR": str(own_ray_folder().parent)}
 
 
 class _OwnSession(services.ConsolePopen):
-    """A daemon of Ray in its own session, which no signal to the run's terminal or process group reaches.
+    """A daemon of Ray in its own session, which signals to the run's terminal or process group do not reach.
 
-    Ctrl-C, a closed terminal and `kill -- -<group>` then reach only the driver, which ends the rest in order.
+    Ctrl-C, a closed terminal and `kill -- -<group>` then reach only the driver, which ends the daemons in order.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -152,11 +151,11 @@ class _OwnSession(services.ConsolePopen):
 
 
 def check_local_ray() -> None:
-    """Check that this process's Ray daemons are alive, or in a joined cluster the daemons that `joined_ray` watches.
+    """Check that this process's Ray daemons are alive. In a joined cluster, check those that `joined_ray` watches.
 
     Raises:
-        RayDiedError: gcs_server or raylet has ended. The other daemons that this process started, and all workers, are
-            ended too, so that no other wait continues and no process is left over.
+        RayDiedError: gcs_server or raylet has ended. The other daemons of this process and all workers are ended too,
+            so that no wait and no process continues.
     """
     if _death is None:
         return
@@ -176,15 +175,15 @@ def _watch(node: Node) -> None:
 
 
 def expect_deaths() -> None:
-    """Let `note_death` take effect from now on, until this process ends."""
+    """Let `note_death` act from now on, until this process ends."""
     global _death
     _death = None
-    # This handler is registered after Ray's own, so Python calls it before Ray's handler ends the daemons.
+    # # This handler is registered after Ray's own, so Python calls it before Ray's handler ends the daemons.
     atexit.register(_expect_ends)
 
 
 def note_death(node: Node, obituary: str) -> None:
-    """Log the death of a daemon and make every wait end with an error, unless this process has left that Ray."""
+    """Log the death of a daemon and make every wait end with an error, unless this process has left this Ray."""
     global _death
     with _noting:
         # `ray.shutdown` disconnects the worker from its node before it ends the daemons.
@@ -204,7 +203,7 @@ def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def _await_stop(process: subprocess.Popen[bytes]) -> bool:
-    """Wait until a process has ended (False), or SIGSTOP has stopped it for `_STOPPED_LOOKS` looks in a row (True)."""
+    """Wait until a process has ended (False), or was found stopped in `_STOPPED_LOOKS` consecutive checks (True)."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except (AttributeError, ProcessLookupError):
@@ -228,7 +227,7 @@ def _expect_ends() -> None:
 
 
 def local_ray_has_died() -> bool:
-    """Return whether Ray is known to be dead, in which case calls to its gcs_server would block for a long time."""
+    """Return whether Ray is known to be dead. Calls to its gcs_server would then block for a long time."""
     return _death is not None
 
 
@@ -248,16 +247,16 @@ def _death_message(what: str, status: int | None, log_path: str) -> str:
 
 
 def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advice: str) -> Any:
-    """Connect this process to Ray on a thread that lasts as long as the process.
+    """Connect this process to Ray in a thread that lives as long as the process.
 
-    The calling thread waits in Python, so that signals are handled immediately; Ray's C++ code would delay them. The
-    thread must last because the kernel ends Ray's daemons with their parent (PR_SET_PDEATHSIG), which is the thread
-    that started them.
+    The calling thread waits in Python, so that signals are handled immediately. Ray's C++ code would delay them. The
+    thread must live on because the kernel ends Ray's daemons together with the thread that started them
+    (PR_SET_PDEATHSIG).
 
     Args:
-        start: calls `ray.init`.
-        timeout_s: seconds it may take.
-        what: beginning of the error message.
+        start: function that calls `ray.init`.
+        timeout_s: time limit in seconds.
+        what: start of the error message.
         advice: end of the error message.
 
     Raises:
@@ -288,19 +287,19 @@ def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advi
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    """Return False for Ray's warning that it sets no SIGTERM handler outside the main thread, which is intended."""
+    """Return False for Ray's warning about a missing SIGTERM handler outside the main thread, which is intended."""
     return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def _init_patiently(**arguments: Any) -> Any:
-    """Call `ray.init`, again if it fails: on a busy machine Ray's deadlines for its parts (15 s) are too short."""
+    """Call `ray.init`, and again if it fails, because Ray's deadlines (15 s) are too short for a busy machine."""
     for attempt in range(1, _START_ATTEMPTS + 1):
         with Boundary(Exception) as caught:  # Ray raises a plain Exception
             return ray.init(**arguments)
         reason = caught.take()
         _end_half_started(reason)
         if isinstance(reason, OSError) and not isinstance(reason, ConnectionError | TimeoutError):
-            break  # a full or read-only disk does not change before the next attempt
+            break  # another attempt does not help with a full or read-only disk
         logger.warning("Ray did not start (attempt %d of %d): %s", attempt, _START_ATTEMPTS, reason)
     attempts = f"{attempt} attempt{'s' if attempt > 1 else ''}"
     raise ResourceInsufficientError(
@@ -316,7 +315,7 @@ def _start_advice() -> str:
 
 
 def _end_half_started(failure: Exception) -> None:
-    """End the processes that a failed `ray.init` started, to which only its traceback refers."""
+    """End the processes that a failed `ray.init` started. Only its traceback refers to them."""
     for frame, _ in traceback.walk_tb(failure.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, Node):
@@ -326,7 +325,7 @@ def _end_half_started(failure: Exception) -> None:
 
 @contextmanager
 def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Replace attributes of a part of Ray while it starts, since Ray has no public switch for them."""
+    """Replace attributes of a part of Ray during its start, because Ray has no public switch for them."""
     originals = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -338,7 +337,7 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _keep_handler(handler: Any) -> None:
-    """Do nothing, in place of the function that sets Ray's SIGTERM handler, because the program has its own handler."""
+    """Do nothing, instead of setting Ray's SIGTERM handler, because the program has its own handler."""
 
 
 @contextmanager
@@ -356,8 +355,8 @@ def _environment(env_vars: Mapping[str, str]) -> Iterator[None]:
 
 
 def object_store_bytes() -> int | None:
-    """Return the size of a local Ray's object store: 1 GiB, or 30 % of a small machine's memory, or None (Ray's own
-    rule) with GPUs.
+    """Return the size of a local Ray's object store: 1 GiB, 30 % of a small machine's memory, or None (Ray's rule) with
+    GPUs.
     """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return None

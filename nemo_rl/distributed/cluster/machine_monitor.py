@@ -1,10 +1,10 @@
-"""Reports the load of every node of a run while it trains.
+"""Report the load of every node of a run during training.
 
     a Ray of the run alone      one machine: a thread of this process reads it
     a joined cluster            an actor without resources reads each node, and the thread asks the actors
 
-Invariant: a failure of the monitor, or of a tracker that takes its readings, ends nothing and delays nothing; what it
-could not read or log is missing.
+Invariant: a failure of the monitor, or of a tracker that logs its readings, does not end or delay the run. Values that
+could not be read or logged are missing.
 """
 
 import logging
@@ -31,34 +31,34 @@ logger = logging.getLogger(__name__)
 
 STEP_METRIC = f"{MACHINE_METRICS}/ray_step"
 _ANSWER_S = 5.0
-"""Seconds to wait for the answers of a round; a later answer counts in the next one."""
+"""Seconds to wait for the answers of a round. A later answer belongs to the next round."""
 _MOST_STARTS = 3
 _STOP_S = 1.0
 
 
 class Readings(Protocol):
-    """Reads the load of nodes."""
+    """Interface that reads the load of nodes."""
 
     def __call__(self) -> Mapping[int, Mapping[str, float]]:
-        """Return the load of each node by its number."""
+        """Return the load of each node by node number."""
 
 
 class Metrics(Protocol):
-    """Takes the readings, as `utils.logger.Logger` does."""
+    """Interface that logs the readings, as `utils.logger.Logger` does."""
 
     train_step: int
 
     def log_metrics(
         self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
     ) -> None:
-        """Log the readings of one moment."""
+        """Log readings that were taken at the same time."""
 
 
 class _NodeReader:
-    """The actor of one node."""
+    """The actor on one node that reads its load."""
 
     def __init__(self) -> None:
-        self._load = MachineLoad(os.getppid())  # the raylet, which starts all workers of the node
+        self._load = MachineLoad(os.getppid())  # the raylet, the parent of all workers of the node
 
     def read(self) -> dict[str, float]:
         """Return the load of this node."""
@@ -66,18 +66,18 @@ class _NodeReader:
 
 
 class OwnMachine:
-    """Reads the machine of this process."""
+    """Read the load of the machine of this process."""
 
     def __init__(self) -> None:
         self._load = MachineLoad(os.getpid())
 
     def __call__(self) -> dict[int, dict[str, float]]:
-        """See `Readings`."""
+        """Return the readings of this machine, with the index 0."""
         return {0: self._load.read()}
 
 
 class ClusterNodes:
-    """Reads all living nodes of a joined cluster. A node keeps its number, and a new node gets the next number.
+    """Read the load of all living nodes of a joined cluster. A node keeps its number; a new node gets the next one.
 
     A node has at most one open call, so calls do not accumulate at a slow node.
     """
@@ -89,7 +89,7 @@ class ClusterNodes:
         self._open: dict[str, Any] = {}
 
     def __call__(self) -> dict[int, dict[str, float]]:
-        """See `Readings`. The result is empty after Ray was shut down, because a call would start it again."""
+        """Return the readings, or nothing after Ray was shut down, because a call would start it again."""
         if not ray.is_initialized():
             return {}
         living = [node.node_id for node in living_nodes()]
@@ -111,7 +111,7 @@ class ClusterNodes:
         return found
 
     def _ask(self, node_id: str) -> None:
-        """Ask for a reading of a node, unless an earlier call is still open or its reader cannot be started."""
+        """Ask for a reading of a node, unless an earlier call is open or its reader cannot be started."""
         self._numbers.setdefault(node_id, len(self._numbers))
         if node_id not in self._readers and self._starts.get(node_id, 0) < _MOST_STARTS:
             self._starts[node_id] = self._starts.get(node_id, 0) + 1
@@ -131,19 +131,19 @@ def _start_reader(node_id: str) -> Any:
 
 @dataclass
 class MachineMonitor:
-    """Reads the load of nodes from time to time on a thread of its own, and logs it under `ray/`.
+    """Read the load of nodes at intervals in a separate thread, and log it under `ray/`.
 
-    The x-axis is the time since the start in seconds; `train_step` is the newest training step that was logged.
+    The x-axis is the time since the start in seconds. `train_step` is the newest logged training step.
     """
 
     readings: Readings
-    """Reads the nodes."""
+    """Reader of the nodes' load."""
     metrics: Metrics
-    """Takes the readings."""
+    """Logger of the readings."""
     collection_s: float
-    """Seconds between two readings."""
+    """Seconds between two readings of a node."""
     flush_s: float
-    """Seconds after which readings are logged."""
+    """Seconds between two logs of readings."""
     _kept: list[tuple[int, dict[str, float]]] = field(default_factory=list, init=False)
     _stopped: threading.Event = field(default_factory=threading.Event, init=False)
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -151,12 +151,12 @@ class MachineMonitor:
     _told: set[str] = field(default_factory=set, init=False)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start to read."""
         self._thread = threading.Thread(target=self._run, name="machine-monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Log all finished readings and end, without waiting for a reading that still runs, which is never logged."""
+        """Log all finished readings and end. A reading that is still running is not waited for and not logged."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(_STOP_S)
@@ -173,7 +173,7 @@ class MachineMonitor:
                     pass
 
     def _collect(self, began: float) -> None:
-        with Boundary(Exception) as caught:  # no failure of a reading may end or disturb the run
+        with Boundary(Exception) as caught:  # a failed reading must not disturb the run
             nodes = self.readings()
         if caught:
             self._tell_once("read", caught.take())
@@ -190,7 +190,7 @@ class MachineMonitor:
             if not self._kept:
                 return False
             seconds, found = self._kept.pop(0)
-        with Boundary(Exception) as caught:  # the libraries of trackers raise errors of any kind
+        with Boundary(Exception) as caught:  # trackers may raise any error
             self.metrics.log_metrics(found, seconds, MACHINE_METRICS, STEP_METRIC)
         if caught:
             self._tell_once("logged", caught.take())
@@ -204,7 +204,7 @@ class MachineMonitor:
 
 @contextmanager
 def monitored(config: LoggerConfig, metrics: Metrics) -> Iterator[None]:
-    """Report the load of the machines during a block, if `logger.monitor_gpus` asks for it."""
+    """Report the load of the machines during a block if `logger.monitor_gpus` is set."""
     if not config.monitor_gpus:
         yield
         return

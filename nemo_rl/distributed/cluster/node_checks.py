@@ -1,8 +1,8 @@
-"""Checks that every node of a run has the same code, the models' folders and the same checkpoint folder.
+"""Check that all nodes of a run have the same code, the models' folders and the same checkpoint folder.
 
-One Ray task on each node checks this before the first worker starts there. An error then names a machine without the
-shared disk within seconds, before a rank on it crashes. Invariant: if all workers are on this process's node, nothing
-is checked, and every check has a deadline.
+A Ray task on each node checks this before the first worker starts there. An error names a machine without the shared
+disk within seconds, before a rank on it crashes. Invariants: if all workers are on this process's node, nothing is
+checked. Every check has a deadline.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 120.0
-"""Seconds for a node's answer: it starts a Python process, perhaps from a network disk with a cold cache."""
+"""Time limit in seconds for a node's answer: it starts Python, possibly from a network disk with a cold cache."""
 _VISIBLE_S = 5.0
-"""Seconds until a network disk shows a file that another machine has written."""
+"""Seconds until a network disk shows a file of another machine."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ class Shared:
     """Folders that the nodes of a run share."""
 
     folders: Mapping[str, str] = field(default_factory=dict)
-    """Folders to read, by the configuration key that names them; entries that are not folders on the driver (hub ids)
-    are not checked."""
+    """Folders to read, by configuration key. Entries that are not folders on the driver (hub ids) are not checked."""
     written: tuple[str, str] | None = None
-    """A key and the folder into which all ranks write; None if there is none."""
+    """A key and the folder into which all ranks write. None if there is no such folder."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,14 @@ class _NodeQuestion:
 
 
 def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
-    """Compare the nodes of reserved places with this process's node, now and whenever Ray moves a place.
+    """Compare the nodes of reserved places with this process's node, now and after every move of a place by Ray.
 
     Args:
-        places: where workers will run.
+        places: places in which workers will run.
         shared: folders that the workers need there.
 
     Raises:
-        ConfigError: names each node that lacks something, and what it lacks.
+        ConfigError: a node lacks something. The message names the nodes and what they lack.
         DeadlineExceededError: a node did not answer.
     """
     places, compared = list(places), {ray.get_runtime_context().get_node_id()}
@@ -121,7 +120,7 @@ def _answer_of(ref: Any) -> list[str]:
 
 
 def _differences(question: _NodeQuestion, node_id: str) -> list[str]:
-    """Return what the node that runs this lacks."""
+    """Return what is missing on the node that runs this."""
     found = []
     own = _code()
     if own.partition(", in")[0] != question.code.partition(", in")[0]:
@@ -143,7 +142,7 @@ def _differences(question: _NodeQuestion, node_id: str) -> list[str]:
 
 @contextmanager
 def _canary(written: tuple[str, str] | None) -> Iterator[Path | None]:
-    """Write a file into the folder that all ranks write into, and delete it and the nodes' answers after the block."""
+    """Write a file into the folder that all ranks write into. After the block, delete it and the nodes' answers."""
     if written is None:
         yield None
         return
@@ -163,7 +162,7 @@ def _answer_to(canary: Path, node_id: str) -> Path:
 
 
 def _appears(file: Path, content: str, patience_s: float) -> bool:
-    """Return whether a file that another node wrote becomes readable here within `patience_s`."""
+    """Return whether another node's file becomes readable here within `patience_s`."""
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -177,7 +176,7 @@ def _appears(file: Path, content: str, patience_s: float) -> bool:
 
 
 def _code() -> str:
-    """Return the version of the package and a digest of its source."""
+    """Return the version of the package, and a digest of its source."""
     package = Path(nemo_rl.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

@@ -1,8 +1,7 @@
-"""Chooses the nodes of a Ray cluster for a set of bundles, or describes what the nodes lack.
+"""Choose the nodes of a Ray cluster for a set of bundles, or describe what the nodes lack.
 
-`virtual_cluster` reserves places on the chosen nodes. Invariant: the same nodes with the same free resources give the
-same choice, in the order of the nodes' addresses, so ranks are numbered node by node and a resumed run finds rank 0
-on the same node.
+`virtual_cluster` reserves places on the chosen nodes. Invariant: the choice depends only on the nodes and their free
+resources, and is ordered by address. Ranks are numbered node by node, and a resumed run finds rank 0 on the same node.
 """
 
 import ipaddress
@@ -14,23 +13,23 @@ import ray
 from ray._private.state import available_resources_per_node
 
 NVLINK_DOMAIN_PREFIX = "nvlink_domain_"
-"""Begin of the name of a Ray resource that nodes of one NVLink domain have."""
+"""Prefix of a Ray resource's name that nodes of one NVLink domain have."""
 TOPO_RANK_KEY = "topo_rank"
-"""Name of a Ray resource: place of a node in the order of the network's topology."""
+"""Name of a Ray resource with a node's position in the order of the network's topology."""
 
 
 @dataclass(frozen=True)
 class NodeRoom:
-    """A node that is alive."""
+    """A living node."""
 
     node_id: str
-    """Ray's id."""
+    """Ray's id of the node."""
     address: str
     """Address at which other nodes reach it."""
     total: Mapping[str, float]
-    """Resources of the node by kind; "CPU" and "GPU" are logical."""
+    """Resources of the node by kind. "CPU" and "GPU" are logical."""
     free: Mapping[str, float]
-    """Resources that are not taken now."""
+    """Resources that are free now."""
 
     @property
     def domain(self) -> str | None:
@@ -38,7 +37,7 @@ class NodeRoom:
         return next((kind for kind in self.total if kind.startswith(NVLINK_DOMAIN_PREFIX)), None)
 
     def holds(self, count: int, bundle: Mapping[str, float], *, now: bool = False) -> bool:
-        """Return whether `count` bundles fit, into the node's total or (`now`) into its free resources."""
+        """Return whether `count` bundles fit into the node's total resources or (`now`) into its free resources."""
         have = self.free if now else self.total
         return all(have.get(kind, 0.0) >= count * amount for kind, amount in bundle.items())
 
@@ -65,16 +64,16 @@ def choose_nodes(
     avoid: Collection[str] = (),
     segment_size: int | None = None,
 ) -> list[str] | None:
-    """Choose a node for each entry of bundles, large enough for it and preferably with enough free resources now.
+    """Choose a node for each entry of bundles. It must be large enough, and preferably has enough free resources.
 
     Args:
         counts: bundles of each entry.
         bundle: resources of one bundle.
         nodes: the nodes, in order of preference.
-        strategy: STRICT_SPREAD: no node twice; SPREAD: no node twice while there are others; PACK: few nodes.
-        avoid: ids of nodes not to use.
-        segment_size: consecutive entries that must be on nodes of one NVLink domain, each on a node of its own; None,
-            or nodes without domains: no such condition.
+        strategy: STRICT_SPREAD: each node once; SPREAD: each node once while possible; PACK: few nodes.
+        avoid: ids of nodes that must not be used.
+        segment_size: number of consecutive entries that must be on different nodes of one NVLink domain; if None, or if
+            nodes have no domains, there is no such condition.
 
     Returns:
         The node id of each entry; None if the nodes' total resources do not suffice.
@@ -83,7 +82,7 @@ def choose_nodes(
         return _choose_segments(counts, bundle, [node for node in nodes if node.node_id not in avoid], segment_size)
     entries: dict[str, list[int]] = {node.node_id: [] for node in nodes if node.node_id not in avoid}
     chosen: dict[int, str] = {}
-    # The largest entries are placed first, because a smaller entry fits wherever a larger one does.
+    # # The largest entries are placed first, because a smaller entry fits wherever a larger entry fits.
     for entry in sorted(range(len(counts)), key=lambda entry: -counts[entry]):
         fitting = []
         for position, node in enumerate(nodes):
@@ -104,7 +103,7 @@ def choose_nodes(
 def _choose_segments(
     counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[NodeRoom], segment_size: int
 ) -> list[str] | None:
-    """Give each segment of entries nodes of one domain, in the order of the topology (see `choose_nodes`)."""
+    """Assign nodes of one domain to each segment of entries, in the order of the topology (`choose_nodes`)."""
     largest = max(counts)
     domains: dict[str, list[NodeRoom]] = {}
     for node in sorted(nodes, key=lambda node: node.total.get(TOPO_RANK_KEY, 0.0)):
@@ -127,7 +126,7 @@ def _choose_segments(
 def _preference(
     members: Sequence[NodeRoom], size: int, segment_size: int, count: int, bundle: Mapping[str, float]
 ) -> tuple[bool, int]:
-    """Return the sort key of a domain: free domains come first, then small domains if the segment is short."""
+    """Return the sort key of a domain. Free domains come first, and then small domains if the segment is short."""
     is_taken = not all(node.holds(count, bundle, now=True) for node in members[:size])
     return is_taken, len(members) if size < segment_size else 0
 
@@ -164,7 +163,7 @@ def shortage(
 
 
 def _in_order(address: str) -> tuple[int, str]:
-    """Return a sort key: IP addresses by number, host names after them."""
+    """Return a sort key: IP addresses by number, followed by host names."""
     try:
         return int(ipaddress.ip_address(address)), ""
     except ValueError:

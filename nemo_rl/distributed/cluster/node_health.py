@@ -1,9 +1,9 @@
-"""Finds out whether the machines of workers are lost, after something on them has failed.
+"""Check whether the machines of workers are lost, after a failure on them.
 
 When a machine is lost, ranks that communicated with its ranks report broken connections immediately. Ray reports the
 machine only when its health checks have failed (15 s; a minute if the network drops them). Therefore this module
-connects to the machine's node manager directly. Invariant: each check takes a few seconds at most, and this process's
-as lost.
+connects to the machine's node manager directly. Invariants: each check takes a few seconds at most. The node of this
+process is never reported as lost.
 """
 
 import socket
@@ -19,7 +19,7 @@ _ANSWER_S = 3.0
 
 
 def describe_losses(workers: Iterable[WorkerIdentity]) -> str:
-    """Describe each lost node of these workers in one line (address, id, evidence and workers), or return ""."""
+    """Describe each lost node of these workers in a line (address, id, evidence and workers), or return ""."""
     by_node: dict[str, list[WorkerIdentity]] = {}
     for worker in workers:
         by_node.setdefault(worker.node_id, []).append(worker)
@@ -31,7 +31,7 @@ def describe_losses(workers: Iterable[WorkerIdentity]) -> str:
 
 
 def lost_nodes(node_ids: Iterable[str]) -> dict[str, str]:
-    """Return the lost nodes among these: node id -> evidence."""
+    """Return the lost nodes among these, with the evidence by node id."""
     if local_ray_has_died() or not ray.is_initialized():
         return {}
     others = set(node_ids) - {ray.get_runtime_context().get_node_id()}
@@ -44,7 +44,7 @@ def lost_nodes(node_ids: Iterable[str]) -> dict[str, str]:
 
 
 def _why_lost(node: dict[str, object]) -> str | None:
-    """Return the evidence that a node of `ray.nodes()` is lost, or None if its node manager accepts connections."""
+    """Return the evidence that a node of `ray.nodes()` is lost. Return None if its node manager accepts connections."""
     if not node["Alive"]:
         return str(node.get("DeathReasonMessage") or "Ray has marked it dead")
     address, port = str(node["NodeManagerAddress"]), int(str(node["NodeManagerPort"]))

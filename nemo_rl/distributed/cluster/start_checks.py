@@ -1,6 +1,6 @@
-"""Finds out within milliseconds, and without Ray, why a local Ray cannot start on this machine.
+"""Find out within milliseconds, without Ray, why a local Ray cannot start on this machine.
 
-A run's preflight, `local_ray` and `nemo_rl doctor` use it. Invariant: it starts no process and leaves no file.
+A run's preflight, `local_ray` and `nemo_rl doctor` use it. Invariant: the check starts no process and leaves no file.
 """
 
 import os
@@ -20,10 +20,10 @@ _CHOOSE = "Set RAY_TMPDIR to a folder that only this user may write."
 
 
 def require_startable_ray() -> None:
-    """Raise if Ray cannot start on this machine.
+    """Raise an error if Ray cannot start on this machine.
 
     Raises:
-        ConfigError: names the fault and the fix.
+        ConfigError: Ray cannot start. The message names the fault and the fix.
     """
     fault = start_fault()
     if fault is not None:
@@ -31,14 +31,14 @@ def require_startable_ray() -> None:
 
 
 def start_fault() -> tuple[str, str] | None:
-    """Return why Ray cannot start and how to fix it, or None if no fault is found."""
+    """Return why Ray cannot start and how to fix this, or None if no fault is found."""
     return _temporary_folder_fault() or _loopback_fault()
 
 
 def ray_folder() -> Path:
-    """Return the folder in which a Ray started on this machine keeps sockets, logs and spilled objects.
+    """Return the folder with the sockets, logs and spilled objects of a Ray started on this machine.
 
-    Ray lets all users write to it, so its parent is a folder of this user alone (`files.folders`).
+    Ray makes the folder writable for all users, so its parent is a private folder of this user (`files.folders`).
     """
     chosen = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute()
     own = f"ray-{os.getuid()}"
@@ -46,7 +46,7 @@ def ray_folder() -> Path:
 
 
 def own_ray_folder() -> Path:
-    """Return `ray_folder`, whose parent exists and is private.
+    """Return `ray_folder`. Its parent exists and is private.
 
     Raises:
         ConfigError: another user owns the parent, or may write to it.

@@ -1,11 +1,11 @@
-"""Computes token log-probabilities and entropies from hidden states without the `[N, V]` logits in memory.
+"""Compute token log-probabilities and entropies from hidden states, without the `[N, V]` logits in memory.
 
-The output head is applied to a few hundred tokens at a time, and again in the backward pass, so
-peak memory grows with `chunk_size x V`, never with `N x V`. Legend: `N` tokens, `D` hidden size,
-`V` vocabulary (this rank's part of it if a group divides the head), `k` vocabulary entries per token.
+The output head is applied to a few hundred tokens at a time, and again in the backward pass, so peak memory grows with
+`chunk_size x V` and not with `N x V`. Legend: `N` tokens, `D` hidden size, `V` vocabulary (this rank's part of it if a
+group divides the head), `k` vocabulary entries per token.
 
-Invariants: every reduction over the vocabulary runs in float32 or wider, whatever the dtype of the weights; with a
-group the results are those of the whole vocabulary, equal on all of its ranks.
+Invariants: every reduction over the vocabulary runs in float32 or wider, for any dtype of the weights. With a group,
+the results are those of the whole vocabulary, and equal on all of its ranks.
 """
 
 from nemo_rl.distributed.parallel_logprobs.chunked import (

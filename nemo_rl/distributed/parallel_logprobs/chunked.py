@@ -1,7 +1,7 @@
-"""Computes log-probabilities and entropies of tokens, chunk by chunk, and their gradients.
+"""Compute log-probabilities and entropies of tokens and their gradients, chunk by chunk.
 
-Each rank reduces over its own part of the vocabulary; the ranks' results are joined once at the end of the forward
-pass. Apart from filters, the backward pass needs no communication: it has the sums over the whole vocabulary.
+Each rank reduces over its own part of the vocabulary. The ranks' results are joined once, at the end of the forward
+pass. Except for filters, the backward pass needs no communication, because it has the sums over the whole vocabulary.
 """
 
 import math
@@ -30,29 +30,28 @@ def token_logprobs(
     group: Group = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each target token (or of several) and the entropy of each token's distribution.
+    """Compute the log-probabilities of one or several targets of each token, and the entropy of its distribution.
 
     With `x = transform(h W^T + b) / temperature`, restricted to the tokens the sampler kept:
     `logprob = x[target] - logsumexp(x)` and `entropy = -sum_v p_v log p_v`. Both are differentiable
     in `hidden_ND`, `weight_VD` and `bias_V`; logits are recomputed chunk by chunk in the backward pass.
 
-    A target that the filter would cut is kept in the density: the sampler did draw it, so only
-    rounding differences between the sampler's and the trainer's logits can exclude it. Its
-    log-probability stays finite.
+    A target that the filter would exclude is kept in the density, because the sampler did draw it: only rounding
+    differences between the logits of sampler and trainer can exclude it. Its log-probability stays finite.
 
-    With a group every rank passes the same hidden states and targets and gets the same results. The gradient of
-    `weight_VD` and `bias_V` is that of the rank's rows; the gradient of `hidden_ND` is PARTIAL: its sum over the
+    With a group, every rank passes the same hidden states and targets, and gets the same results. The gradients of
+    `weight_VD` and `bias_V` are those of the rank's rows. The gradient of `hidden_ND` is PARTIAL: its sum over the
     ranks is the complete gradient (`collectives.reduce_gradient`).
 
     Args:
         hidden_ND: `[N, D]` hidden states that predict the targets.
         weight_VD: `[V, D]` output head; with a group this rank's rows, contiguous blocks of equal size in rank order.
         targets_N: `[N]` int64 token ids of the whole vocabulary, or `[N, k]` with k ids at each token.
-        density: temperature and filters; None means the plain softmax.
+        density: temperature and filters; if None, the plain softmax.
         bias_V: `[V]` bias of these rows.
         transform: function that the model applies to the linear layer's output.
-        group: the ranks that divide the head; None: this rank has the whole head.
-        chunk_size: tokens per chunk of logits; None takes `default_chunk_size`.
+        group: the ranks that divide the head; None if this rank has the whole head.
+        chunk_size: tokens per chunk of logits; if None, `default_chunk_size`.
 
     Returns:
         `(logprobs, entropy_N)`, float32 (float64 for float64 inputs); `logprobs` has the shape of the targets.
@@ -65,12 +64,12 @@ def token_logprobs(
 def logprobs_from_logits(
     logits_NV: Tensor, targets_N: Tensor, *, density: SamplingDensity | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_logprobs` from existing logits (for heads that a `LogitTransform` does not describe).
+    """Compute `token_logprobs` from given logits, for heads that `LogitTransform` does not describe.
 
     Args:
         logits_NV: `[N, V]` unscaled logits.
         targets_N: `[N]` int64 token ids, or `[N, k]`.
-        density: temperature and filters; None means the plain softmax.
+        density: temperature and filters; if None, the plain softmax.
 
     Returns:
         As in `token_logprobs`.
@@ -85,14 +84,14 @@ def _statistics(x_nV: Tensor, columns_nk: Tensor) -> tuple[Tensor, Tensor, Tenso
     """Return the logits in the columns `[n, k]`, `logsumexp(x)` `[n]`, and the mean of x under `softmax(x)` `[n]`."""
     lse_n = torch.logsumexp(x_nV, dim=-1)
     p_nV = (x_nV - lse_n[:, None]).exp()
-    # A filtered token has p = 0 and x = -inf; its term p*x is 0 in the limit.
+    # # A filtered token has p = 0 and x = -inf. The limit of its term p*x is 0.
     return x_nV.gather(-1, columns_nk), lse_n, torch.where(p_nV > 0, p_nV * x_nV, 0.0).sum(dim=-1)
 
 
 def _over_all_ranks(
     target_Nk: Tensor, lse_N: Tensor, mean_N: Tensor, here_Nk: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the `_statistics` of all ranks into those of the whole vocabulary, with means weighted by probability."""
+    """Join the `_statistics` of all ranks into those of the whole vocabulary. Means are weighted by probability."""
     target_Nk = all_reduce(target_Nk.where(here_Nk, 0.0), group)
     parts_r2N = all_gather(torch.stack([lse_N, mean_N])[None], 0, group, partial_gradient=False)
     lse_rN, mean_rN = parts_r2N.unbind(1)
@@ -105,7 +104,7 @@ def _grad_logits(
 ) -> Tensor:
     """Return the gradient of `g_l * logprob + g_h * entropy` with respect to x, without the targets' own terms.
 
-    This is `-g_l p - g_h p (log p + H)`, summed over targets; the caller adds `g_l` at each target.
+    This is `-g_l p - g_h p (log p + H)`, summed over targets. The caller adds `g_l` at each target.
     """
     log_p_nV = x_nV - lse_n[:, None]
     p_nV = log_p_nV.exp()
@@ -117,7 +116,7 @@ def _grad_logits(
 
 
 class _ChunkedTokenLogprobs(torch.autograd.Function):
-    """Implements `token_logprobs`, saving hidden states, weights and few numbers per token, and recomputing logits."""
+    """Implement `token_logprobs`, saving hidden states, weights and few numbers per token, and recomputing logits."""
 
     @staticmethod
     def forward(
@@ -159,7 +158,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         grad_logprobs_Nk = columns(grad_logprobs_N)
         grad_targets_Nk = grad_logprobs_Nk if here_Nk is None else grad_logprobs_Nk * here_Nk
         if grad_entropy_N is not None and not grad_entropy_N.is_cuda and not grad_entropy_N.any():
-            grad_entropy_N = None  # not on a GPU, where the check would wait for the device
+            grad_entropy_N = None  # only on CPUs, as the check would wait for a GPU
         gradients = _Gradients(ctx, head, hidden_ND)
         grad_logits = fused_on_gpu(_grad_logits, hidden_ND)
         for start in range(0, hidden_ND.shape[0], ctx.chunk_size):
@@ -167,7 +166,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
             y_nV = head.logits(hidden_ND[part])
             x_nV = logits_of_density(y_nV, targets_N[part], ctx.density, ctx.group)
             if ctx.transform.cap is None:
-                y_nV = x_nV  # releases y, which is not needed again
+                y_nV = x_nV  # frees y
             grad_entropy_n = None if grad_entropy_N is None else grad_entropy_N[part]
             entropy_n = lse_N[part] - mean_N[part]
             grad_x_nV = grad_logits(x_nV, lse_N[part], grad_logprobs_Nk[part], entropy_n, grad_entropy_n)
@@ -191,7 +190,7 @@ class _Gradients:
             self._bias = torch.zeros_like(head.bias_V, dtype=wide)
 
     def add(self, part: slice, grad_x_nV: Tensor) -> None:
-        """Add the gradient of a chunk's linear layer."""
+        """Add the gradients of the linear layer for a chunk."""
         h_nD = self._hidden_ND[part]
         if self._bias is not None:
             self._bias += grad_x_nV.sum(dim=0)
@@ -213,12 +212,12 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class TopK:
-    """Number and range of the logits to keep of each token."""
+    """Number and range of the logits that are kept of each token."""
 
     k: int
-    """Number of logits, the largest ones."""
+    """Number of largest logits that are kept."""
     vocab_size: int | None = None
-    """Only ids below it are considered, for output heads with rows beyond the vocabulary; None: all ids."""
+    """Only ids below this number are considered, for output heads with more rows than tokens. If None, all ids."""
 
 
 @torch.no_grad()
@@ -232,7 +231,7 @@ def topk_logits(
     group: Group = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the k largest logits of each token and their ids, largest first, without gradients.
+    """Return the k largest logits of each token with their ids, largest first, without gradients.
 
     Args:
         hidden_ND: `[N, D]` hidden states.
@@ -240,8 +239,8 @@ def topk_logits(
         top: number of logits and range of ids.
         bias_V: `[V]` bias of these rows.
         transform: function that the model applies to the linear layer's output.
-        group: the ranks that divide the head; None: this rank has the whole head.
-        chunk_size: tokens per chunk of logits; None takes `default_chunk_size`.
+        group: the ranks that divide the head; None if this rank has the whole head.
+        chunk_size: tokens per chunk of logits; if None, `default_chunk_size`.
 
     Returns:
         `(logits_Nk, ids_Nk)`: float32 (float64 for float64 inputs) at temperature 1, and int64. The ids are those of
@@ -260,13 +259,13 @@ def topk_logits(
 
 
 def topk_of(logits_NV: Tensor, top: TopK) -> tuple[Tensor, Tensor]:
-    """Compute `topk_logits` from existing logits, in their dtype but at least float32."""
+    """Compute `topk_logits` from given logits, in their dtype but at least in float32."""
     logits_Nk, ids_Nk = widen(logits_NV[:, : top.vocab_size]).topk(top.k, dim=-1)
     return logits_Nk, ids_Nk
 
 
 def _topk_of_all(x_nV: Tensor, top: TopK, head: OutputHead) -> tuple[Tensor, Tensor]:
-    """Return the k largest among every rank's k largest logits, padding a rank with fewer ids with -inf."""
+    """Return the k largest of all ranks' k largest logits. Ranks with fewer ids are padded with -inf."""
     assert head.group is not None
     num_here = x_nV.shape[1]
     num_ids = num_here * head.group.size()

@@ -1,4 +1,4 @@
-"""Describes the density from which a sampler drew: temperature, top-k and nucleus filters, by vLLM's rules.
+"""Describe the density from which a sampler draws: temperature, top-k and top-p filters, as in vLLM.
 
 Invariant: a filter uses the whole vocabulary, so every rank of a divided head keeps the same tokens.
 """
@@ -15,17 +15,17 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingDensity:
-    """The sampler's settings that turn logits into the density from which it draws tokens."""
+    """Settings of the sampler that define the density from which it draws tokens."""
 
     temperature: float = 1.0
-    """Divisor of the logits; > 0."""
+    """Divisor of the logits, above 0."""
     top_k: int | None = None
-    """Number of largest logits that are kept; None keeps all."""
+    """Number of largest logits that are kept. If None, all."""
     top_p: float = 1.0
-    """The smallest set of tokens whose probability reaches top_p is kept; 1.0 keeps all."""
+    """Probability that the smallest kept set of tokens reaches. 1.0 keeps all tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse values that define no density.
+        """Refuse values that do not define a density.
 
         Raises:
             ConfigError: temperature <= 0 (greedy decoding has no density), top_k < 1, top_p not in (0, 1].
@@ -51,15 +51,15 @@ class SamplingDensity:
 
 
 def apply_top_k_top_p(logits_NV: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """Set the logits outside the sampler's top-k and nucleus sets to -inf.
+    """Set the logits outside the sampler's top-k and top-p sets to -inf.
 
-    Top-k keeps every logit that is not below the k-th largest (ties are kept). Top-p then sorts the
-    rest by ascending probability and drops the longest prefix whose sum is at most `1 - top_p`; the
-    most probable token is always kept. This is the order and the tie rule of vLLM's sampler.
+    Top-k keeps every logit that is not below the k-th largest, including ties. Top-p then sorts the kept tokens by
+    ascending probability and drops the longest prefix whose sum is at most `1 - top_p`. The most probable token is
+    always kept. vLLM's sampler uses the same order and tie rule.
 
     Args:
         logits_NV: `[N, V]` logits, already divided by the temperature.
-        top_k: number of tokens to keep; None keeps all.
+        top_k: number of tokens to keep; if None, all.
         top_p: probability mass to keep; 1.0 keeps all.
 
     Returns:
@@ -83,9 +83,9 @@ def apply_top_k_top_p(logits_NV: Tensor, top_k: int | None, top_p: float) -> tup
 
 
 def logits_of_density(logits_nV: Tensor, targets_n: Tensor, density: SamplingDensity, group: Group) -> Tensor:
-    """Divide logits by the temperature and set logits outside the density to -inf, except the targets' logits.
+    """Divide logits by the temperature, and set logits outside the density to -inf except those of targets.
 
-    With a divided head the filters gather the whole vocabulary of these `n` tokens.
+    With a divided head, the filters gather the logits of the whole vocabulary for these `n` tokens.
 
     Args:
         logits_nV: logits of this rank's part of the vocabulary.

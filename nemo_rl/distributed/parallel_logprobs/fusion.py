@@ -1,4 +1,4 @@
-"""Compiles chains of elementwise operations and reductions into one kernel, if a compiler for the device is available.
+"""Compile chains of elementwise operations and reductions into one kernel, if a compiler for the device is available.
 
 Invariant: a run never fails for lack of a compiler. On a CPU the function itself is called, so the bits do not change.
 """
@@ -17,11 +17,11 @@ _uncompilable: set[Callable[..., Any]] = set()
 
 
 def fused_on_gpu[**P, R](function: Callable[P, R], on: Tensor) -> Callable[P, R]:
-    """Return the fastest form of a function for a tensor's device: compiled on GPUs with triton, else unchanged.
+    """Return a function's fastest form for a tensor's device: compiled on GPUs with triton, otherwise unchanged.
 
     Args:
         function: function of tensors, without side effects.
-        on: any tensor that it will get.
+        on: any tensor that it gets.
     """
     if not on.is_cuda or not has_triton():
         return function

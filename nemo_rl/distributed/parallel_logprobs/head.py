@@ -1,4 +1,4 @@
-"""Applies a model's output head: a linear layer, whole or this rank's rows of it, and the function after it."""
+"""Apply a model's output head: a linear layer (whole, or this rank's rows) and the function after it."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _CHUNK_SIZE, _CHUNK_SIZE_GPU = 512, 2048
 
 
 def default_chunk_size(*, on_gpu: bool) -> int:
-    """Return the tokens per chunk of logits: 512 on CPUs, 2048 on GPUs.
+    """Return the number of tokens per chunk of logits: 512 on CPUs, 2048 on GPUs.
 
     With a vocabulary of 152 thousand, 2048 rows of logits take 1.2 GB in float32, and three or four such tensors exist
     at the peak. With 2048 rows, the head's gradient is written to GPU memory a quarter as often as with 512.
@@ -26,7 +26,7 @@ class LogitTransform:
     scale: float = 1.0
     """Logit multiplier (Cohere, Granite, Falcon-H1)."""
     cap: float | None = None
-    """Bound of soft-capping (Gemma 2, arXiv:2408.00118, section 2); None: no bound."""
+    """Bound of soft-capping (Gemma 2, arXiv:2408.00118, section 2). If None, there is no bound."""
 
     def apply_(self, x_nV: Tensor) -> Tensor:
         """Compute `y` from `x`, in place."""
@@ -46,16 +46,16 @@ PLAIN = LogitTransform()
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The part of the output head that one rank holds."""
+    """This rank's part of the output head."""
 
     weight_VD: Tensor
-    """This rank's rows; with a group, contiguous blocks of equal size in rank order."""
+    """This rank's rows. In a group, these are contiguous blocks of equal size in rank order."""
     bias_V: Tensor | None = None
-    """Bias of these rows, or None."""
+    """Bias of these rows, or None without a bias."""
     transform: LogitTransform = PLAIN
     """Function applied after the linear layer."""
     group: Group = None
-    """The ranks that divide the vocabulary; None: this rank has all of it."""
+    """The ranks that divide the vocabulary. None if this rank has the whole vocabulary."""
 
     @property
     def first_id(self) -> int:
@@ -73,7 +73,7 @@ class OutputHead:
         return self.transform.apply_(x_nV)
 
     def locate(self, ids_Nk: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return each id's column in this rank's logits, or 0, and a mask of the ids that this rank has (None: all)."""
+        """Return each id's column in this rank's logits, or 0, with a mask of the ids of this rank (None for all)."""
         if self.group is None:
             return ids_Nk, None
         columns_Nk = ids_Nk - self.first_id
@@ -97,16 +97,16 @@ def scalar_outputs(hidden_KD: Tensor, weight_1D: Tensor, bias_1: Tensor | None =
     Returns:
         `[K]` float32 (float64 for float64 inputs).
     """
-    outputs_K = torch.mv(widen(hidden_KD), widen(weight_1D)[0])  # FSDP would warn about a view
+    outputs_K = torch.mv(widen(hidden_KD), widen(weight_1D)[0])  # FSDP warns about views
     return outputs_K if bias_1 is None else outputs_K + widen(bias_1)
 
 
 def initial_head(hidden_size: int, seed: int) -> Tensor:
-    """Return the first weight `[1, D]` of a new scalar head, float32 on the CPU and the same on every rank.
+    """Return the initial weight `[1, D]` of a new scalar head, float32 on the CPU and equal on every rank.
 
-    The standard deviation is `1 / (D + 1)`, so that for hidden states with elements of about 1 the outputs have a
-    standard deviation of about `1 / sqrt(D)`: a new critic's values are small compared with rewards of 1, for any width
-    of the model.
+    The standard deviation is `1 / (D + 1)`, so that outputs of hidden states with elements of about 1 have a standard
+    deviation of about `1 / sqrt(D)`. A new critic's values are then small compared with rewards of 1, for any width of
+    the model.
 
     Args:
         hidden_size: D.

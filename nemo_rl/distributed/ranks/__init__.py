@@ -1,1 +1,1 @@
-"""Torch ranks: process groups, collectives, placements of DTensors, errors that all ranks share."""
+"""Provide ranks with torch process groups, collectives, placements of DTensors, and errors that all ranks share."""

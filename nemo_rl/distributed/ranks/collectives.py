@@ -1,9 +1,9 @@
-"""Collectives for a forward pass, each with the backward pass that gives the correct gradient.
+"""Define collectives of a forward pass, each with the backward pass for its correct gradient.
 
-Tensor, sequence, context and expert parallelism are built from these. The gradient of a tensor on a rank is `whole`
-if every rank has the same complete gradient, and `partial` if the complete gradient is the sum over ranks; this
-decides which function is correct. Invariant: a function that takes a tensor equal on all ranks returns a whole
-gradient, unless its name or its argument says partial. A group of None means one rank: the tensor is returned as it is.
+Tensor, sequence, context and expert parallelism use these. The gradient of a tensor on a rank is `whole` if every rank
+has the same complete gradient, and `partial` if the complete gradient is the sum over ranks. This determines the
+correct function. Invariant: a function of a tensor that is equal on all ranks returns a whole gradient, unless its name
+or its argument says partial. If the group is None, there is one rank, and the tensor is returned unchanged.
 
 Source: Megatron-LM's f and g (Shoeybi et al. 2019, arXiv:1909.08053, section 3), and their sequence-parallel forms
 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
@@ -20,17 +20,17 @@ type Group = dist.ProcessGroup | None
 
 
 def reduce_gradient(x: Tensor, group: Group) -> Tensor:
-    """Return the tensor itself, and sum its partial gradients over the ranks (Megatron's f)."""
+    """Return the tensor unchanged, and sum its partial gradients over the ranks (Megatron's f)."""
     return x if group is None else _ReduceGradient.apply(x, group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks, and give every term the whole gradient of the sum (Megatron's g)."""
+    """Sum over the ranks. Every term gets the whole gradient of the sum (Megatron's g)."""
     return x if group is None else _AllReduce.apply(x, group)
 
 
 def all_gather(x: Tensor, dim: int, group: Group, *, partial_gradient: bool) -> Tensor:
-    """Join the parts of all ranks, which have the same shape, in rank order along `dim`.
+    """Join the equal-shaped parts of all ranks in rank order along `dim`.
 
     Args:
         x: this rank's part.
@@ -41,17 +41,17 @@ def all_gather(x: Tensor, dim: int, group: Group, *, partial_gradient: bool) -> 
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's part along `dim` of the sum over the ranks, and gather the gradient."""
+    """Return this rank's part along `dim` of the sum over ranks. Its gradient is gathered."""
     return x if group is None else _ReduceScatter.apply(x, dim, group)
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's part along `dim` of a tensor that is equal on all ranks, and gather its whole gradient."""
+    """Return this rank's part along `dim` of a tensor that is equal on all ranks. Its whole gradient is gathered."""
     return x if group is None else _Split.apply(x, dim, group)
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Send `send[r]` rows to rank r and return the `receive[r]` rows that each sent, in rank order.
+    """Send `send[r]` rows to each rank r, and return the `receive[r]` rows from each rank, in rank order.
 
     Args:
         x: `[sum(send), ...]`.
@@ -62,12 +62,12 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
 
 
 def part_of(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's equal part along `dim` as a view."""
+    """Return this rank's equal-sized part along `dim`, as a view."""
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather into one tensor: with a list of tensors NCCL copies every part once more."""
+    """Gather into one tensor. With a list of tensors, NCCL would copy every part again."""
     dim %= x.dim()
     parts = x.new_empty((dist.get_world_size(group), *x.shape))
     dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=group)
@@ -77,7 +77,7 @@ def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def _reduce_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     parts = x.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim % x.dim(), 0).contiguous()
     mine = torch.empty_like(parts[0])
-    if x.device.type == "cpu":  # gloo adds in another order in one tensor, which would change the last bits
+    if x.device.type == "cpu":  # with one tensor, gloo adds in another order
         dist.reduce_scatter(mine, list(parts), group=group)
     else:
         dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)

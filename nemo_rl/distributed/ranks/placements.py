@@ -1,6 +1,6 @@
-"""Converts whole tensors to DTensors without communication, and converts them back one mesh axis at a time.
+"""Convert whole tensors to DTensors without communication, and back one mesh axis at a time.
 
-Modules can compute with the local tensors of their rank.
+This also lets modules compute with the local tensors of their rank.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def local_slice(whole: Tensor, placement: Placement, mesh: DeviceMesh) -> Tensor:
-    """Copy this rank's part of a whole tensor on a mesh of one axis, also on the meta device."""
+    """Copy this rank's part of a whole tensor on a mesh with one axis, also on the meta device."""
     if not isinstance(placement, Shard):
         return whole.detach()
     return whole.detach().chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous().clone()
 
 
 def as_sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
-    """Turn a whole parameter into a DTensor with this rank's part, without communication."""
+    """Convert a whole parameter to a DTensor with this rank's part, without communication."""
     local = local_slice(parameter, placement, mesh)
     sharded = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -35,7 +35,7 @@ def held_here(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def computing_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run a block in which tensors replace the module's own parameters of these names."""
+    """Run a block in which tensors replace a module's own parameters of the same names."""
     stored = {name: module._parameters[name] for name in tensors}
     module._parameters.update(tensors)  # type: ignore[arg-type]
     try:
@@ -45,10 +45,10 @@ def computing_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor on every rank of its mesh, in a collective call for DTensors.
+    """Return the full tensor on every rank of its mesh. The call is collective for DTensors.
 
-    It is gathered on the mesh's device axis by axis, outermost first: FSDP divides the parts that tensor parallelism
-    makes, so FSDP's pieces are joined first. (`full_tensor` does the same for such placements, but always warns.)
+    It is gathered on the mesh's device axis by axis, outermost first: FSDP divides the parts of tensor parallelism, so
+    FSDP's pieces are joined first. (`full_tensor` does the same for such placements, but always warns.)
     """
     if not isinstance(tensor, DTensor):
         return tensor

@@ -34,11 +34,11 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0, *,
 
     Args:
         device: chooses nccl or gloo.
-        timeout_s: seconds after which a collective that a peer never joins raises.
-        local_rank: index of this process's GPU among those it sees.
+        timeout_s: seconds after which a collective raises an error if a peer does not join.
+        local_rank: index of this process's GPU among its visible GPUs.
         binds_device: connect to all ranks immediately (NCCL with a device id), so that groups of a mesh are split from
-            this group. Without it groups connect at their first use, and point-to-point transfers of pairs of ranks do
-            not wait for each other; libraries that make many groups start faster.
+            this group. Otherwise groups connect at their first use, and point-to-point transfers of pairs of ranks do
+            not wait for each other. Libraries that make many groups then start faster.
 
     Raises:
         ConfigError: the environment lacks one of the variables.
@@ -63,21 +63,21 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0, *,
 
 
 def outlive_failed_groups() -> None:
-    """Let this process live on after a collective of another NCCL group than its default one has failed.
+    """Keep this process alive after a failed collective of an NCCL group other than its default group.
 
-    The watchdog of any group notes a failure in a flag of the process. If torch dumps on a timeout, as it does by
+    The watchdog of a group records a failure in a flag of the process. If torch dumps on a timeout, as it does by
     default, the monitor of the default group reads that flag and ends the process after
-    `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` (8 minutes), although the group of a weight sync has reported the failure and is
-    gone. torch reads the variable when it makes the default group, so this function must be called before that. A value
-    that a user has set stays.
+    `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` (8 minutes), although the group of a weight sync has reported the failure and no
+    longer exists. torch reads the variable when it makes the default group, so this function must be called before
+    that. A value set by the user is kept.
     """
     os.environ.setdefault(_DUMP_ON_TIMEOUT, "0")
 
 
 def choose_interface(address: str) -> None:
-    """Let gloo use the network interface that leads to the group's store, unless GLOO_SOCKET_IFNAME names one.
+    """Choose the network interface to the group's store for gloo, unless GLOO_SOCKET_IFNAME is set.
 
-    gloo would look up the host name, which may resolve to an address that no peer can reach (127.0.1.1 on Debian).
+    Otherwise gloo uses the address of the host name, which peers may not be able to reach (127.0.1.1 on Debian).
     """
     name = _interface_to(address)
     if name is not None:
@@ -85,17 +85,17 @@ def choose_interface(address: str) -> None:
 
 
 def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Open the store through which the members of a group connect, served by rank 0, on the port it holds if any.
+    """Open the store through which a group's members connect. Rank 0 serves it, on the port that it holds if any.
 
     Raises:
-        DistNetworkError: rank 0 does not hold the port and it is taken, or rank 0 cannot be reached in time.
+        DistNetworkError: rank 0 does not hold the port and the port is taken, or rank 0 cannot be reached in time.
     """
     listening = take_port(port) if rank == 0 else None
     return dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening)
 
 
 def device_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
-    """Build a mesh of the default process group's ranks with the axes of `parallel_layout`, in a collective call.
+    """Build a mesh of the default group's ranks with the axes of `parallel_layout`. The call is collective.
 
     Raises:
         ConfigError: the group has another number of ranks than the layout.
@@ -109,20 +109,20 @@ def device_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
 
 
 def collective_timeout(device: torch.device) -> timedelta:
-    """Return the timeout of the default group's collectives. Groups of a mesh have torch's own default instead."""
+    """Return the timeout of the default group's collectives. Groups of a mesh have torch's default timeout."""
     world: Any = dist.group.WORLD
     limit: timedelta = world._get_backend(device).options._timeout
     return limit
 
 
 def destroy_process_group() -> None:
-    """Leave the default process group, or do nothing if there is none."""
+    """Leave the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def address_towards(address: str) -> str | None:
-    """Return this machine's address on the route to an address, or None if the system does not tell."""
+    """Return this machine's address on the route to an address, or None if the system does not report it."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
@@ -133,7 +133,7 @@ def address_towards(address: str) -> str | None:
 
 
 def _interface_to(address: str) -> str | None:
-    """Return the name of the interface through which packets to an address leave, or None if it is unknown."""
+    """Return the name of the interface for packets to an address, or None if it is unknown."""
     if _is_loopback(address):
         return "lo0" if sys.platform == "darwin" else "lo"
     towards = address_towards(address)

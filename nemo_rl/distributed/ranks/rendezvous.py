@@ -1,8 +1,8 @@
-"""Holds the port of a process group's store from the moment it is chosen until the store listens on it.
+"""Hold the port of a process group's store from its choice until the store listens on it.
 
-This file imports neither torch, because `worker_process` imports it, nor Ray; `process_group.open_store` takes the port
-over. Invariant: a held port is given to no other process on its machine, so equal runs that start at the same time do
-not collide.
+This file imports neither torch nor Ray, because `worker_process` imports it. `process_group.open_store` takes over the
+port. Invariant: no other process on the machine gets a held port, so equal runs that start at the same time do not
+collide.
 """
 
 import random
@@ -18,7 +18,7 @@ def bind_free_port(address: str, low: int | None, high: int | None) -> socket.so
 
     Args:
         address: an address of this node.
-        low: lowest port to try; None leaves the choice to the operating system.
+        low: lowest port to try; if None, the operating system chooses.
         high: highest port to try.
 
     Returns:
@@ -46,9 +46,9 @@ def bind_free_port(address: str, low: int | None, high: int | None) -> socket.so
 
 
 def hold_port(address: str, low: int | None, high: int | None) -> tuple[str, int]:
-    """Bind a free port, keep it until this process takes it with `take_port`, and return address and port."""
+    """Bind a free port and return it with its address. It is kept until this process calls `take_port`."""
     bound = bind_free_port(address, low, high)
-    # On Linux a store that binds the port itself (torch's `env://`) can still do so: both sides allow reuse.
+    # # On Linux, a store that binds the port itself (torch's `env://`) can still do so, because both sides allow reuse.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     port = bound.getsockname()[1]
     _held[port] = bound

@@ -1,4 +1,4 @@
-"""Turns an error of one rank into an error of all ranks, so that no rank waits for a stopped rank.
+"""Raise an error of one rank on all ranks, so that no rank waits for a stopped rank.
 
 Invariant: after `raise_on_all_ranks` either every rank continues, or every rank has raised the same CheckpointError.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Wait for all ranks, and raise on all of them if any of them failed to write or read.
+    """Wait for all ranks. If any rank failed to write or read, raise an error on all of them.
 
     Args:
-        group: process group over which the ranks exchange their errors; None takes the default one.
+        group: process group over which the ranks exchange their errors; if None, the default group.
 
     Raises:
-        CheckpointError: lists the error of each rank that failed.
+        CheckpointError: a rank failed. The message lists the errors of all ranks.
     """
     mine: str | None = None
     try:
@@ -43,14 +43,14 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 
 def _checkpoint_exception() -> "type[dcp.CheckpointException]":
-    """Import the exception when an error has occurred: the controller imports this file, and the import is slow."""
+    """Import the exception only after an error, because the import is slow and the controller imports this file."""
     from torch.distributed.checkpoint import CheckpointException
 
     return CheckpointException
 
 
 def require_readable(error: "dcp.CheckpointException") -> None:
-    """Raise the CheckpointError of a rank that refused a file, if there is one, because it names the cause best.
+    """Raise the CheckpointError of a rank that refused a file, if there is one. It names the cause best.
 
     Raises:
         CheckpointError: a rank refused a file.
@@ -61,5 +61,5 @@ def require_readable(error: "dcp.CheckpointException") -> None:
 
 
 def reasons_of(error: "dcp.CheckpointException") -> str:
-    """Return the ranks' errors without their stacks, since the caller chains the whole error as the cause."""
+    """Return the ranks' errors without stacks. The caller chains the whole error as the cause."""
     return "; ".join(dict.fromkeys(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()))

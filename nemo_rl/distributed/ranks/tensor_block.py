@@ -1,4 +1,4 @@
-"""Blocks of tensors: the place of a block in a whole tensor, and the block that this rank holds.
+"""Describe blocks of tensors: the location of a block in a whole tensor, and the block of this rank.
 
 Shards, reads of files, weight syncs and fingerprints describe a part of a tensor with the same type. Invariant: a
 block of a shard of a DTensor has the starts and the shape of the rank's local tensor.
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """A block of a tensor: `shape[d]` indices of each dimension `d`, from `starts[d]` on."""
+    """A block of a tensor, with `shape[d]` indices of each dimension `d`, starting at `starts[d]`."""
 
     starts: tuple[int, ...]
     shape: tuple[int, ...]
@@ -42,13 +42,13 @@ class TensorBlock:
         return TensorBlock(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
     def common(self, other: "TensorBlock") -> "TensorBlock":
-        """Return the block that both contain, without elements if they share none."""
+        """Return the intersection with another block. It is empty if they have no common elements."""
         starts = tuple(map(max, self.starts, other.starts))
         ends = map(min, self._ends, other._ends)
         return TensorBlock(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
 
     def inside(self, outer: "TensorBlock") -> "TensorBlock":
-        """Return the place of this block in a block that contains it."""
+        """Return the location of this block in a block that contains it."""
         starts = tuple(start - first for start, first in zip(self.starts, outer.starts, strict=True))
         return TensorBlock(starts, self.shape)
 
@@ -58,16 +58,16 @@ class TensorBlock:
 
 
 def whole_block(shape: Iterable[int]) -> TensorBlock:
-    """Return the block that is a whole tensor of a shape."""
+    """Return the block that covers a whole tensor of a shape."""
     shape = tuple(shape)
     return TensorBlock((0,) * len(shape), shape)
 
 
 def block_here(tensor: torch.Tensor) -> TensorBlock:
-    """Return the block that this rank holds of a tensor: all of it, if it is no DTensor.
+    """Return the block that this rank holds of a tensor. It is the whole tensor if this is not a DTensor.
 
-    Each axis of the mesh divides a dimension in chunks as `torch.chunk` makes them, from the first axis to the last.
-    FSDP divides after that, because it divides what tensor and expert parallelism leave.
+    The axes of the mesh, from first to last, divide a dimension into chunks like `torch.chunk`. FSDP divides after
+    that, because it divides the results of tensor and expert parallelism.
     """
     from torch.distributed.tensor import DTensor, Shard  # slow to import, and the controller imports this file
 

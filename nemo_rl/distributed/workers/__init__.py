@@ -1,1 +1,1 @@
-"""Builds the processes of the workers of a `RayWorkerGroup`, calls them, and collects results and logs."""
+"""Build and call the processes of a `RayWorkerGroup`'s workers, and collect their results and logs."""

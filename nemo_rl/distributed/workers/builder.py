@@ -1,7 +1,7 @@
-"""Creates one worker of a group: its placement, and the recipe for its process.
+"""Create a worker of a group: its placement, and the recipe for its process.
 
-`worker_groups` plans placements and creates a `WorkerSlot` in each; `worker_process` then runs there. Invariant: this
-file never waits for a worker; a `WorkerSlot` is returned before its process has started.
+`worker_groups` plans placements and creates a `WorkerSlot` in each, in which `worker_process` then runs. Invariant:
+this file never waits for a worker. A `WorkerSlot` is returned before its process has started.
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ from nemo_rl.distributed.workers.process import AsyncWorkerHost, WorkerHost
 from nemo_rl.distributed.workers.results import WorkerSlot
 from nemo_rl.optimizations.fork_server import needs_own_start, server_socket
 
-# Variables with these prefixes are read when a process starts, so the worker cannot set them. Ray starts a new process
-# for a worker if one of them is given.
+# # Variables with these prefixes are read at the start of a process, so the worker cannot set them. If one is given,
+# Ray starts a new process for the worker.
 _READ_AT_PROCESS_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_", "CUDA_VISIBLE_")
 
 
@@ -34,7 +34,7 @@ class RayWorkerBuilder:
     """Recipe for one kind of worker: a class by name and its constructor arguments.
 
     Args:
-        ray_actor_class_fqn: `package.module.Class`, imported in the worker process only.
+        ray_actor_class_fqn: `package.module.Class`, which is imported only in the worker process.
         *args: positional arguments of its constructor.
         **kwargs: keyword arguments of its constructor.
     """
@@ -48,19 +48,19 @@ class RayWorkerBuilder:
         self._actor_class: Any = None
 
     def in_environment(self, venv: VenvConfig | None, name: str, timeout_s: float) -> Self:
-        """Run each worker on a separate Python (see `ray_actor_environment_registry.make_actor_runtime_env`).
+        """Run each worker in another Python environment (`ray_actor_environment_registry.make_actor_runtime_env`).
 
-        Ray must be running: this waits until the environment exists on every node.
+        Ray must be running, because this waits until the environment exists on every node.
 
         Args:
-            venv: the requested environment; None reads the registry.
+            venv: the requested environment; if None, that of the registry.
             timeout_s: time limit in seconds for making the environment.
         """
         self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn, venv, name, timeout_s)
         return self
 
     def asynchronous(self, max_concurrency: int) -> Self:
-        """Let up to `max_concurrency` coroutine methods of each worker run at the same time."""
+        """Let up to `max_concurrency` coroutine methods of each worker run concurrently."""
         self.max_concurrency = max_concurrency
         self._actor_class = None
         return self
@@ -79,14 +79,14 @@ class RayWorkerBuilder:
         environment: Mapping[str, str],
         **options: Any,
     ) -> WorkerSlot:
-        """Request the worker's process in a bundle from Ray, and return before it runs.
+        """Request the worker's process in a bundle from Ray, and return before the process runs.
 
         Args:
             name: actor name, unique in this run.
             rank: position in the group.
             placement_group: group of bundles in which it runs.
             bundle_index: the bundle in that group.
-            environment: variables of the worker, set before it imports anything.
+            environment: variables of the worker, which are set before it imports anything.
             **options: further Ray actor options (resources ...).
         """
         at_start = {key: value for key, value in environment.items() if _is_read_early(key, value)}
@@ -96,7 +96,7 @@ class RayWorkerBuilder:
         if runtime_env:
             options["runtime_env"] = runtime_env
         if self.max_concurrency is not None:
-            # One more call must get through to report where the others wait.
+            # # One more call must be possible, to report where the others wait.
             options["max_concurrency"] = self.max_concurrency + 1
         handle = (
             self._titled()
@@ -113,10 +113,10 @@ class RayWorkerBuilder:
         return WorkerSlot(name, rank, handle, is_async=self.max_concurrency is not None)
 
     def _titled(self) -> Any:
-        """Return the actor class, one for all workers, because Ray pickles and sends each class that it sees."""
+        """Return the actor class. All workers share one class, because Ray pickles and sends each new class."""
         if self._actor_class is None:
             host = WorkerHost if self.max_concurrency is None else AsyncWorkerHost
-            # The subclass only carries the worker's name into process titles and Ray's tools.
+            # # The subclass only has the worker's name, for process titles and Ray's tools.
             self._actor_class = ray.remote(type(self.class_name, (host,), {}))
         return self._actor_class
 
@@ -127,13 +127,13 @@ class RayWorkerBuilder:
     def build_in(
         self, slot: WorkerSlot, arguments: ray.ObjectRef, meeting_point: ray.ObjectRef | None
     ) -> ray.ObjectRef:
-        """Start constructing the worker object in a process, which awaits `arguments` and `meeting_point`."""
+        """Start to construct the worker object in a process, which awaits `arguments` and `meeting_point`."""
         return slot.handle.build.remote(self.ray_actor_class_fqn, arguments, meeting_point)
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Node entry of a worker, its position among the group's workers there, and its bundle."""
+    """A worker's node entry, its position among the group's workers there, and its bundle."""
 
     node_idx: int
     local_rank: int
@@ -141,7 +141,7 @@ class WorkerPlace:
 
 
 def facts_of(slot: WorkerSlot, place: WorkerPlace) -> dict[str, Any]:
-    """Return name, ranks, node, bundle and process of a worker (see `RayWorkerGroup.worker_metadata`)."""
+    """Return name, ranks, node, bundle and process of a worker (`RayWorkerGroup.worker_metadata`)."""
     where = slot.identity
     return {
         "name": slot.name,
@@ -163,7 +163,7 @@ def plan_places(
 
     Args:
         counts: bundles of each node entry.
-        workers_per_node: workers on each entry, on its first bundles; None takes every bundle.
+        workers_per_node: workers on the first bundles of each entry; if None, on every bundle.
         bundle_indices_list: instead, pairs (node entry, bundle indices).
 
     Raises:

@@ -1,6 +1,6 @@
-"""Decides which worker is called with which arguments, for `RayWorkerGroup.run_all_workers_*`.
+"""Decide which worker is called with which arguments, for `RayWorkerGroup.run_all_workers_*`.
 
-`worker_groups` makes the planned calls. All functions depend only on their arguments; `stored` alone calls Ray.
+`worker_groups` makes the planned calls. All functions depend only on their arguments, and only `stored` calls Ray.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ class MultiWorkerFuture:
     futures: list[ray.ObjectRef]
     """One Ray reference for each called worker."""
     return_from_workers: list[int] | None = None
-    """Workers whose answers are returned; None returns all."""
+    """Workers whose answers are returned. If None, all."""
     called_workers: list[int] | None = None
-    """The worker of each future; None means workers 0, 1, 2 ..."""
+    """The worker of each future. If None, workers 0, 1, 2 ..."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ShardedCall:
     worker_idx: int
     """The worker to call."""
     coords: tuple[int, ...] | None
-    """Positions of the worker on the sharded axes; None for a dummy call without data."""
+    """Positions of the worker on the sharded axes. None for a dummy call without data."""
     is_wanted: bool
-    """Whether the answer of the worker is returned."""
+    """Whether the worker's answer is returned."""
 
 
 def plan_sharded_calls(
@@ -47,7 +47,7 @@ def plan_sharded_calls(
     make_dummy_calls_to_free_axes: bool = False,
     return_from_workers: Sequence[int] | None = None,
 ) -> list[ShardedCall]:
-    """Decide which worker is called with which shard and whose answer is returned (see `RayWorkerGroup`).
+    """Decide which worker is called with which shard and whose answer is returned (`RayWorkerGroup`).
 
     Raises:
         ValueError: unknown axis, an axis that is both sharded and replicated, or two ways to choose the answers.
@@ -75,7 +75,7 @@ def plan_sharded_calls(
 
 
 def workers_at_zero(sharding: NamedSharding, axes: Sequence[str]) -> list[int]:
-    """Return the workers at position 0 of all the axes, in order."""
+    """Return the workers at position 0 of all axes, in order."""
     return [idx for idx in range(sharding.size) if sharding.is_axis_zero(sharding.get_worker_coords(idx), axes)]
 
 
@@ -94,6 +94,6 @@ def check_nesting(shards: Mapping[str, Any], sizes: Sequence[int]) -> None:
 
 
 def stored(value: Any, shared: bool = True) -> Any:
-    """Put a value that several workers get into Ray's store once, or return any other value to send with the call."""
+    """Store a value that several workers get in Ray's store, once. Return any other value unchanged."""
     value = pack_tensors(value)
     return ray.put(value) if shared and not isinstance(value, _SMALL_TYPES) else value

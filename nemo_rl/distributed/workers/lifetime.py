@@ -1,4 +1,4 @@
-"""Waits for the start of workers, ends their processes, and finds out whether one that others need is lost."""
+"""Wait for the start of workers, end their processes, and find lost workers."""
 
 import logging
 import time
@@ -25,8 +25,8 @@ def await_start(
     """Wait until processes have reported their identity and built their worker objects.
 
     Args:
-        slots: workers of the group; those that start get their identities here, also if a constructor fails.
-        indices: positions of those that start.
+        slots: workers of the group. Starting workers get their identities here, even if a constructor fails.
+        indices: positions of the starting workers.
         calls: calls of `WorkerHost.report_identity` and of `WorkerHost.build`, in the order of `indices`.
         end: `time.monotonic()` at the deadline.
         phase: name of the wait for errors.
@@ -36,7 +36,7 @@ def await_start(
         The phases of their start.
 
     Raises:
-        Exception: as `gather`.
+        Exception: an error of `gather`.
     """
     reports, builds = calls
     new, arrivals = [slots[idx] for idx in indices], dict[int, float]()
@@ -53,13 +53,13 @@ def await_start(
 logger = logging.getLogger(__name__)
 
 _KILL_S = 5.0
-"""Seconds Ray may take to kill a process before this process sends SIGKILL, and seconds to wait after that."""
+"""Seconds that Ray may need to kill a process before this process sends SIGKILL, and seconds to wait after that."""
 _SIGN_OF_LIFE_S = 3.0
-"""Seconds that an idle worker may take to answer."""
+"""Seconds within which an idle worker must answer."""
 
 
 def kill_workers(slots: Sequence[WorkerSlot]) -> bool:
-    """End the processes of workers, and return whether no process on this node is left."""
+    """End the processes of workers. Return whether no process on this node is left."""
     if not ray.is_initialized():
         return True
     for slot in slots:
@@ -79,7 +79,7 @@ def find_loss(slots: Sequence[WorkerSlot], *, silence_is_loss: bool) -> str | No
 
     Args:
         slots: workers that depend on each other.
-        silence_is_loss: whether a worker that runs, but is too busy to answer, counts as lost.
+        silence_is_loss: whether a running worker that is too busy to answer counts as lost.
 
     Returns:
         One line about a worker that is dead, stopped or (with `silence_is_loss`) silent; None if there is none.
@@ -99,5 +99,5 @@ def find_loss(slots: Sequence[WorkerSlot], *, silence_is_loss: bool) -> str | No
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, which names the worker and precedes logs and stacks."""
+    """Return the first line of an error's message. It names the worker; logs and stacks follow it."""
     return str(error).partition("\n")[0]

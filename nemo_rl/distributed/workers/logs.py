@@ -1,7 +1,6 @@
-"""Reads a worker's last log lines and the stacks of its threads from any node.
+"""Read a worker's last log lines and the stacks of its threads, from any node.
 
-`worker_results` adds them to its errors. Invariant: the worker does not need to cooperate; it may be dead or stuck in C
-code.
+`worker_results` adds them to its errors. Invariant: the worker need not cooperate. It may be dead or blocked in C code.
 """
 
 import os
@@ -31,12 +30,12 @@ _MAX_STACK_LINES = 80
 
 
 def tail_of_logs(worker: LoggedProcess, num_lines: int = 20) -> str:
-    """Return the last lines a worker wrote to stdout and stderr, each file under its path."""
+    """Return the last lines that a worker wrote to stdout and stderr, each file under its path."""
     return _ask_nodes(_read_tails, [(worker, num_lines)])[0]
 
 
 def stacks_of(workers: Sequence[WorkerIdentity]) -> str:
-    """Return the stacks of all threads of each worker, with equal stacks only once."""
+    """Return the stacks of all threads of each worker. Equal stacks occur once."""
     texts = _ask_nodes(_dump_stacks, [(worker,) for worker in workers])
     by_shape: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
@@ -53,9 +52,9 @@ def stacks_of(workers: Sequence[WorkerIdentity]) -> str:
 
 
 def activity_of(workers: Sequence[ProcessIdentity]) -> list[tuple[str, float]]:
-    """Return for each worker the kernel's letter for its process state (T: stopped) and its CPU seconds.
+    """Return the kernel's letter for each worker's process state (T: stopped), and its CPU seconds.
 
-    An entry is "?" and 0 if the node does not answer or the process is gone.
+    An entry is "?" and 0 if the node does not answer or the process no longer exists.
     """
     answers = _ask_nodes(_read_activity, [(worker,) for worker in workers])
     read = [answer.split() if answer[0] != "(" else ["?", "0"] for answer in answers]
@@ -63,18 +62,18 @@ def activity_of(workers: Sequence[ProcessIdentity]) -> list[tuple[str, float]]:
 
 
 def stopped_among[P: ProcessIdentity](workers: Sequence[P]) -> list[P]:
-    """Return the workers whose processes are stopped, so that they cannot answer until they are continued."""
+    """Return the workers whose processes are stopped and cannot answer until they are continued."""
     states = activity_of(workers)
     return [worker for worker, (state, _) in zip(workers, states, strict=True) if state in ("T", "t")]
 
 
 def end_processes(workers: Sequence[ProcessIdentity]) -> None:
-    """Send SIGKILL to the processes that still run, on any node: a stopped process ignores other requests."""
+    """Send SIGKILL to processes that still run, on any node. A stopped process ignores other requests."""
     _ask_nodes(_kill_process, [(worker,) for worker in workers])
 
 
 def end_with_descendants(workers: Sequence[ProcessIdentity]) -> None:
-    """Send SIGKILL to processes on any node and to all processes below them."""
+    """Send SIGKILL to processes on any node and to all of their descendants."""
     _ask_nodes(_kill_tree, [(worker,) for worker in workers])
 
 
@@ -95,7 +94,7 @@ def wait_until_gone(workers: Sequence[WorkerIdentity], timeout_s: float) -> list
 
 
 def _ask_nodes(probe: Callable[..., str], questions: Sequence[tuple[Any, ...]]) -> list[str]:
-    """Run `probe` on the node of each question's worker: in this process or as a small Ray task."""
+    """Run `probe` on the node of each question's worker, in this process or as a small Ray task."""
     here = ray.get_runtime_context().get_node_id()
     remote_probe = ray.remote(num_cpus=0, max_retries=0)(probe)
     answers: list[Any] = []
@@ -175,7 +174,7 @@ def _kill_process(worker: ProcessIdentity) -> str:
 
 def _kill_tree(worker: ProcessIdentity) -> str:
     if _is_running(worker):
-        os.kill(worker.pid, signal.SIGSTOP)  # it starts no further processes
+        os.kill(worker.pid, signal.SIGSTOP)  # so that it starts no further processes
         end_descendants(worker.pid)
     return _kill_process(worker)
 

@@ -1,10 +1,10 @@
-"""Runs a worker process: a host actor that owns one worker object.
+"""Run a worker process, which is a host actor with one worker object.
 
-`worker_groups` creates hosts by the name of the worker's class; `worker_logs` finds a worker's logs and stacks through
-the identity reported here. Invariant: the class is imported only in the worker process, after its environment is set,
-so the controller needs no backend library and thread settings take effect. When the controller or the raylet is killed,
-a thread of Ray ends the process and its children, even if they are stuck in C code. This file does not import torch: a
-worker without tensors starts in one second instead of five.
+`worker_groups` creates hosts by the name of the worker's class. `worker_logs` finds a worker's logs and stacks by the
+identity reported here. Invariant: the class is imported only in the worker process, after its environment is set, so
+the controller needs no backend library and thread settings take effect. When the controller or the raylet is killed, a
+thread of Ray ends the process and its children, even if they are blocked in C code. This file does not import torch, so
+a worker without tensors starts in one second instead of five.
 """
 
 import faulthandler
@@ -43,23 +43,23 @@ class ProcessIdentity:
     """A process of the cluster."""
 
     pid: int
-    """Process id on its node."""
+    """Process id on the node."""
     start_ticks: int | None
-    """Kernel start time of the process; distinguishes it from a later one with the same pid."""
+    """Kernel start time of the process. It distinguishes the process from a later one with the same pid."""
     node_id: str
     """Ray's id of the node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedProcess(ProcessIdentity):
-    """A process whose output is in files."""
+    """A process whose output is written to files."""
 
     log_paths: tuple[str, ...]
-    """Files on its node that receive the process's stdout and stderr."""
+    """Files on the node that receive the process's stdout and stderr."""
 
 
 def this_process() -> LoggedProcess:
-    """Return the identity of this process, which runs an actor."""
+    """Return the identity of this process, in which an actor runs."""
     node_id, pid = ray.get_runtime_context().get_node_id(), os.getpid()
     ticks = process_start_ticks(pid)
     return LoggedProcess(pid=pid, start_ticks=ticks, node_id=node_id, log_paths=redirected_outputs())
@@ -72,7 +72,7 @@ class WorkerIdentity(LoggedProcess):
     name: str
     """Actor name, `<prefix>-<node>-<local rank>`."""
     rank: int
-    """Position in its group."""
+    """Rank of the worker in its group."""
     node_ip: str
     """Address of the node."""
     stacks_path: str
@@ -116,11 +116,11 @@ class WorkerHost:
         self._hosted_at = time.monotonic()
 
     def report_identity(self) -> WorkerIdentity:
-        """Return the identity of this worker, also before the worker object is built."""
+        """Return the identity of this worker, even before the worker object is built."""
         return self._identity
 
     def hold_port(self, low: int | None, high: int | None) -> tuple[str, int]:
-        """Hold a free port for the store of a process group (see `rendezvous.hold_port`)."""
+        """Hold a free port for the store of a process group (`rendezvous.hold_port`)."""
         return hold_port(self._identity.node_ip, low, high)
 
     def build(
@@ -132,7 +132,7 @@ class WorkerHost:
         """Import `pkg.module.Class` and construct the worker object, which finds its peers at `meeting_point`.
 
         Returns:
-            Seconds of the phases of its start; see `start_phases`.
+            Seconds of the phases of its start (`start_phases`).
         """
         add_phase(ARGUMENTS, time.monotonic() - self._hosted_at)
         args, kwargs = arguments
@@ -145,7 +145,7 @@ class WorkerHost:
         return taken_phases()
 
     def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker object, and send tensors in the result without copies."""
+        """Call a method of the worker object. Tensors in the result are sent without copies."""
         return packed(getattr(self._worker, method_name)(*args, **kwargs))
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class AsyncWorkerHost(WorkerHost):
         self._running: list[Coroutine[Any, Any, Any]] = []
 
     async def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker object and await it when it is a coroutine."""
+        """Call a method of the worker object, and await its result if it is a coroutine."""
         result = getattr(self._worker, method_name)(*args, **kwargs)
         if not inspect.iscoroutine(result):
             return packed(result)
@@ -174,12 +174,12 @@ class AsyncWorkerHost(WorkerHost):
             self._running.remove(result)
 
     async def describe_coroutines(self) -> str:
-        """Describe where each running coroutine waits, since thread stacks show only the event loop."""
+        """Describe where each running coroutine waits. Thread stacks show only the event loop."""
         return "\n".join(_waits_at(coroutine) for coroutine in self._running)
 
 
 def packed(value: Any) -> Any:
-    """Pack tensors in a result for sending, unless the process has no torch and therefore no tensors."""
+    """Pack the tensors in a result for sending. Without torch in the process, there are no tensors."""
     if "torch" not in sys.modules:
         return value
     transport = importlib.import_module("nemo_rl.distributed.tensor_transport")
@@ -187,7 +187,7 @@ def packed(value: Any) -> Any:
 
 
 def configure_logging(name: str) -> None:
-    """Send log records to stderr, `nemo_rl` at NRL_LOG_LEVEL (INFO), all else at WARNING."""
+    """Send log records to stderr: those of `nemo_rl` at NRL_LOG_LEVEL (INFO), all others at WARNING."""
     logging.basicConfig(
         level=logging.WARNING,
         stream=sys.stderr,
@@ -198,7 +198,7 @@ def configure_logging(name: str) -> None:
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """Return the kernel start time of a process in clock ticks, or None if it is gone or a zombie."""
+    """Return a process's kernel start time in clock ticks, or None if it has ended or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -208,7 +208,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def _waits_at(coroutine: Coroutine[Any, Any, Any]) -> str:
-    """Return the chain of awaits, outermost first, up to a future or a foreign awaitable."""
+    """Return the chain of awaits, outermost first, up to a future or an awaitable of another library."""
     lines = ["Coroutine (most recent call last):"]
     inner: Any = coroutine
     while inspect.iscoroutine(inner) and inner.cr_frame is not None:
@@ -219,7 +219,7 @@ def _waits_at(coroutine: Coroutine[Any, Any, Any]) -> str:
 
 
 def redirected_outputs() -> tuple[str, ...]:
-    """Return the files to which Ray redirected stdout and stderr of this process."""
+    """Return the files to which Ray has redirected this process's stdout and stderr."""
     paths = []
     for descriptor in (1, 2):
         try:

@@ -1,11 +1,11 @@
-"""Waits for answers of workers with a deadline, and names the worker and the reason in errors.
+"""Wait for answers of workers with a deadline. Errors name the worker and the reason.
 
         gather --ray.wait--> first answer --> keep the result, continue
                                           |-> first failure --> short wait for its root cause --> raise; other calls are
                                           not awaited
                      `-> deadline -------> stacks of all workers ----------> raise
 
-Invariant: no wait is endless, and one rank's failure is raised while the others still hang.
+Invariant: every wait ends, and a rank's failure is raised while other ranks still hang.
 """
 
 import re
@@ -25,19 +25,19 @@ from nemo_rl.distributed.workers.process import WorkerIdentity
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDiedError
 
-# When a worker dies, its peers may report a broken connection before Ray reports the death.
+# # When a worker dies, its peers may report a broken connection before Ray reports the death.
 WORKER_DEATHS = (RayActorError, OutOfMemoryError)
-"""Ray's errors for calls to a process that has died. `OutOfMemoryError` means that the machine's memory was full."""
+"""Ray's errors for calls to a dead process. `OutOfMemoryError` means that the machine's memory was full."""
 _FULL_MEMORY = re.compile(r"Memory on the node \(IP: ([^,)]+)[^)]*\) was ([\d.]+)GB used / ([\d.]+)GB limit")
 ROOT_CAUSE_GRACE_S = 2.0
 _TOGETHER_S = 50e-6
-"""Seconds, for each open call, to wait for further answers after the first one. The time of a wait grows with the
-number of open calls, so waiting for every answer separately would take quadratic time."""
+"""Seconds per open call to wait for further answers after the first one. The time of a wait grows with the number of
+open calls, so separate waits for all answers would take quadratic time."""
 
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """A worker as its group knows it, with an identity once its process runs."""
+    """A worker as its group sees it, with an identity when its process runs."""
 
     name: str
     rank: int
@@ -51,7 +51,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call without an answer yet, and the worker that was called."""
+    """A call without an answer, with the called worker."""
 
     ref: Any
     slot: WorkerSlot
@@ -68,7 +68,7 @@ def gather(
 
     Args:
         calls: calls to wait for.
-        workers: all workers of the group. If the deadline passes their stacks are shown; if a call fails their nodes
+        workers: all workers of the group. If the deadline passes, their stacks are shown. If a call fails, their nodes
             are checked.
         timeout_s: seconds from now.
         phase: name of the wait for errors.
@@ -79,7 +79,7 @@ def gather(
 
     Raises:
         DeadlineExceededError: some worker did not answer in time.
-        NodeLostError: the machine of one of the group's workers is lost, whichever worker reported it first.
+        NodeLostError: the machine of a worker of the group is lost.
         WorkerDiedError: some worker's process ended.
         RayDiedError: the local Ray ended.
         Exception: an error that a worker raised, with a note that names the worker and the remote
@@ -103,7 +103,7 @@ def gather(
 
 
 def full_memory(error: BaseException) -> str | None:
-    """Return a message if Ray ended a process because its machine's memory was full, or None for other errors.
+    """Return a message if Ray ended a process because its machine's memory was full. Return None for other errors.
 
     Ray's own report has 60 lines, with the command lines of programs of other users.
     """
@@ -118,7 +118,7 @@ def full_memory(error: BaseException) -> str | None:
 
 
 def explain_failure(error: RayError, slot: WorkerSlot, phase: str) -> Exception:
-    """Convert Ray's error for a worker's call into the error to show.
+    """Convert Ray's error of a worker's call to the error that is shown.
 
     Returns:
         The worker's own exception (a note names the worker, its cause is the remote traceback), or
@@ -233,7 +233,7 @@ def _deadline_error(
 
 
 def _waiting_coroutines(slots: Sequence[WorkerSlot]) -> list[str]:
-    """Describe where coroutines of asynchronous workers wait, for workers whose event loop still answers."""
+    """Describe where coroutines of asynchronous workers wait, if the workers' event loops still answer."""
     asked = {slot.handle.describe_coroutines.remote(): slot for slot in slots if slot.is_async}
     if not asked:
         return []

@@ -1,9 +1,9 @@
-"""Measures the parts of a worker's start, in its process and from the controller.
+"""Measure the phases of a worker's start, in its process and in the controller.
 
     worker process   `start_phase("weights")` around the work ─► `taken_phases` ─► answer of `WorkerHost.build`
     controller       answers of all workers ─► `slowest_of` ─► `RayWorkerGroup.start_phases`
 
-Invariant: seconds of a phase do not contain those of a phase within it. This file imports neither torch nor Ray.
+Invariant: the seconds of a phase do not include those of phases within it. This file imports neither torch nor Ray.
 """
 
 import time
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 
 PROCESS = "process"
-"""Phase from the request for a worker to its first answer."""
+"""Phase from the request of a worker to its first answer."""
 ARGUMENTS = "arguments"
-"""Phase from the first answer until the worker's class and arguments have arrived and are unpickled."""
+"""Phase from the first answer until the worker's class and arguments are received and unpickled."""
 IMPORTS = "imports"
 CONSTRUCTOR = "constructor"
 """Phase of the constructor, without the phases within it."""
@@ -26,14 +26,14 @@ _within: list[float] = []
 
 @dataclass(frozen=True)
 class WorkerPhase:
-    """A phase of the start of a group of workers."""
+    """A phase of the start of a worker group."""
 
     name: str
     """Name of the phase."""
     seconds: float
     """Seconds of the slowest worker."""
     median: float
-    """Seconds of the worker in the middle."""
+    """Seconds of the median worker."""
     worker: str
     """Name of the slowest worker."""
     node: str
@@ -55,12 +55,12 @@ def start_phase(name: str) -> Iterator[None]:
 
 
 def add_phase(name: str, seconds: float) -> None:
-    """Add seconds to a phase that no block of code surrounds."""
+    """Add seconds to a phase that is not a block of code."""
     _seconds[name] = _seconds.get(name, 0.0) + seconds
 
 
 def taken_phases() -> dict[str, float]:
-    """Return the seconds of each phase since the last call, in the order in which they ended."""
+    """Return the seconds of each phase since the last call, in the order in which the phases ended."""
     taken = dict(_seconds)
     _seconds.clear()
     return taken
@@ -71,7 +71,7 @@ def slowest_of(workers: Sequence[tuple[str, str]], seconds: Sequence[Mapping[str
 
     Args:
         workers: name and machine of each worker.
-        seconds: seconds of each worker by phase; a worker may lack some phases.
+        seconds: seconds of each worker by phase. A worker may lack some phases.
     """
     phases = []
     for name in dict.fromkeys(name for of_worker in seconds for name in of_worker):

@@ -14,7 +14,7 @@ from nemo_rl.environments.grading.final_answer import last_boxed, last_match
 from nemo_rl.environments.grading.grade import VerifierResult, require_final_answer
 
 MAX_CHARS = 4000
-"""Length in characters of the longest answer that is normalised."""
+"""Largest length in characters of an answer that is normalised."""
 
 _ANSWER_LINE = re.compile(r"answer\**\s*:\**[ \t]*([^\n]+)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,]| \d)")
@@ -34,7 +34,7 @@ def verify_final_answer(response: str, ground_truth: str) -> VerifierResult:
         Reward 1.0 if the answers are equal, or 0.0 if they differ or the response states no final answer.
 
     Raises:
-        ValueError: The ground truth is no final answer.
+        ValueError: The ground truth is not a final answer.
     """
     require_final_answer(last_boxed(ground_truth) or ground_truth)
     answer = final_answer(response)

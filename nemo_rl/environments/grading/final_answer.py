@@ -3,7 +3,7 @@
     boxes ─► the last one, or all that are listed next to each other
     no box ─► what follows "answer is" or "Answer:" ─► the last mathematics between delimiters ─► the last number
 
-Invariant: a pattern is tried at one position only of a run of similar characters, so that no response takes long.
+Invariant: in a run of similar characters, a pattern is tried at only one position, so that the time stays linear.
 """
 
 import re
@@ -40,9 +40,9 @@ class Box(NamedTuple):
     """A box with balanced braces. It holds no copy of its text, because boxes can be nested thousands of times."""
 
     start: int
-    """Position of its backslash."""
+    """Position of the backslash."""
     end: int
-    """Position after its last brace."""
+    """Position after the last brace."""
     text: str
     """Text that contains the box."""
     first: int
@@ -112,7 +112,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _outer(boxes: list[Box]) -> list[Box]:
-    """Remove boxes inside other boxes. An outer box gets the content of the innermost last box in it."""
+    """Keep only the outer boxes, each with the content of the innermost last box in it."""
     outer: list[Box] = []
     for box in boxes:
         if outer and box.end <= outer[-1].end:
@@ -159,7 +159,7 @@ def _stated(response: str) -> str | None:
 
 
 def _whole_expression(sentence: str, number: re.Match[str]) -> str:
-    """Return the sentence if its number is followed by little text, or only the number."""
+    """Return the sentence if little text follows its number, or else only the number."""
     return sentence if len(sentence) - number.end() < 30 and "," not in sentence[number.end() :] else number[0].strip()
 
 

@@ -17,20 +17,20 @@ Reward = float | dict[str, float]
 
 @dataclass(frozen=True)
 class VerifierResult:
-    """A verifier's judgement of one answer."""
+    """Judgement of a verifier about one answer."""
 
     reward: Reward
-    """1.0 or 0.0, or one value for each named reward component."""
+    """Reward of 1.0 or 0.0, or one value for each named reward component."""
     extracted_answer: str | None = None
-    """The text the verifier took as the final answer; None if it found none."""
+    """Text that the verifier took as the final answer, or None if it found none."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """The outcome of grading: exactly one of `verified` and `error` is set."""
+    """Outcome of grading: exactly one of `verified` and `error` is set."""
 
     verified: VerifierResult | None = None
-    """The judgement, or None if there is an error."""
+    """Judgement of the verifier, or None if there is an error."""
     error: str | None = None
     """Reason why there is no judgement: the verifier raised, exceeded its deadline or died."""
 

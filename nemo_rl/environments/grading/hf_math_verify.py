@@ -26,7 +26,7 @@ def verify_math(response: str, ground_truth: str) -> VerifierResult:
         Reward 1.0 or 0.0. A response without a recognisable answer gets 0.0.
 
     Raises:
-        ValueError: The ground truth is no final answer, or the answer cannot be compared.
+        ValueError: The ground truth is not a final answer, or the answer cannot be compared.
     """
     truth = last_boxed(ground_truth) or ground_truth
     require_final_answer(truth)

@@ -156,7 +156,7 @@ class GradingPool:
     """A pool that grades answers in at most `num_workers` processes. Thread-safe.
 
     Args:
-        verifier: Name or dotted path of the verifier; see `load_verifier`.
+        verifier: Name or dotted path of the verifier, as in `load_verifier`.
         num_workers: Largest number of processes, which are started one by one while answers are queued.
         timeout_s: Deadline of one answer, from the moment a process takes it.
         start_timeout_s: Deadline of a process start.

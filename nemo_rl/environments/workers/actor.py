@@ -72,8 +72,8 @@ def _made(
 class _Calls:
     """The calls of an environment.
 
-    The class is no base class of the actors, because Ray runs all methods of an actor on one event loop if any of these
-    methods is a coroutine function.
+    The class is not a base class of the actors, because Ray runs all methods of an actor on one event loop if any of
+    these methods is a coroutine function.
     """
 
     def __init__(self, env: EnvironmentInterface[Any], outcome: Callable[..., Coroutine[Any, Any, Any]]):
@@ -108,7 +108,7 @@ class _Calls:
         return split_return(outcome, len(metadata), type(self._env).__name__)
 
     async def open_one(self, metadata: Any) -> EpisodeStart[Any]:
-        """Open an episode, or return a failed start with the error if this raises."""
+        """Open an episode, or return a failed start with the error if the environment raises."""
         with Boundary(BaseException) as caught:  # the environment is user code
             start = await self._outcome(self._env.open_episode, copy.deepcopy(metadata))
             if not isinstance(start, EpisodeStart):
@@ -127,7 +127,7 @@ class _Calls:
     async def post_process(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], Metrics]:
         """Pass the batch to the environment, with tensors that may be written to, and return its `rewards` and metrics.
 
-        The method raises an error if the rewards are no tensor or the metrics are no mapping.
+        The method raises an error if the rewards are not a tensor or the metrics are not a mapping.
         """
         own = copy.copy(batch)
         own.update({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
@@ -136,14 +136,14 @@ class _Calls:
 
 
 class _PrivateLoop:
-    """Calls methods in the thread of the caller, and runs their coroutines on an event loop in its own thread."""
+    """Call methods in the thread of the caller, and runs their coroutines on an event loop in its own thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
     async def outcome(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method and return its result. If this is a coroutine, block until the coroutine has ended."""
+        """Call a method and return its result. If the result is a coroutine, block until it has ended."""
         outcome = method(*arguments)
         if inspect.iscoroutine(outcome):
             return asyncio.run_coroutine_threadsafe(outcome, self._running()).result()
@@ -158,7 +158,7 @@ class _PrivateLoop:
 
 
 class EnvironmentActor:
-    """The host of an environment whose `step` is a function."""
+    """Host of an environment whose `step` is a function."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class EnvironmentActor:
 
 
 class EnvironmentActorAsync:
-    """The host of an environment whose `step` is a coroutine function.
+    """Host of an environment whose `step` is a coroutine function.
 
     The step of a single sample is cancelled after `step_timeout_s`, while the steps of other samples continue.
     """

@@ -71,7 +71,7 @@ class _WaitingSample:
 
 
 class EnvironmentClient:
-    """A client of one environment. It serves one event loop at a time and is not thread-safe.
+    """Client of one environment. It serves one event loop at a time and is not thread-safe.
 
     The constructor starts the actor in the background.
 
@@ -128,17 +128,17 @@ class EnvironmentClient:
 
     @property
     def post_processes_groups(self) -> bool:
-        """See `EnvironmentInterface.post_processes_groups`."""
+        """Whether groups are post-processed one by one (`EnvironmentInterface.post_processes_groups`)."""
         return self._traits.post_processes_groups
 
     @property
     def reads_chat(self) -> bool:
-        """See `EnvironmentInterface.reads_chat`."""
+        """Whether the prompt's messages are read (`EnvironmentInterface.reads_chat`)."""
         return self._traits.reads_chat
 
     @property
     def continues_episodes(self) -> bool:
-        """See `EnvironmentInterface.continues_episodes`."""
+        """Whether a new process can continue episodes (`EnvironmentInterface.continues_episodes`)."""
         return self._traits.continues_episodes
 
     @property
@@ -148,7 +148,7 @@ class EnvironmentClient:
 
     @property
     def is_pooled(self) -> bool:
-        """See `EnvironmentInterface.pooled`."""
+        """Whether several actors may run the environment (`EnvironmentInterface.pooled`)."""
         return self._traits.pooled
 
     @property
@@ -164,7 +164,7 @@ class EnvironmentClient:
 
         Args:
             message_log: The conversation so far.
-            metadata: `extra_env_info` at first, then `metadata` of the last result.
+            metadata: `extra_env_info` in the first turn, later `metadata` of the last result.
 
         Returns:
             The result; its `error` is set if the environment raised, hung or died.
@@ -336,7 +336,7 @@ class EnvironmentClient:
                 return await self._answers(method, batch)
             except TimeoutError:
                 if self._traits.is_async:
-                    break  # one coroutine blocks all others, so this may be the fault of another
+                    break  # one coroutine blocks all others, so any call may be the cause
                 if len(batch) == 1:
                     return [self._too_slow(batch[0])]
                 return await self._apart(method, batch)

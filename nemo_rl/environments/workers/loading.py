@@ -34,9 +34,9 @@ class WorkerKeys:
     step_timeout_s: float = 600.0
     """Deadline in seconds of a step, and of the opening or the closing of an episode."""
     max_memory_gb: float | None = None
-    """GiB that an actor and the processes it started may use together, or None for no limit."""
+    """GiB that an actor and the processes that it started may use together, or None for no limit."""
     max_open_episodes: int | None = None
-    """Largest number of episodes that are open at the same time in all actors, or None for no limit."""
+    """Largest number of open episodes in all actors together, or None for no limit."""
 
 
 def worker_keys(name: str, section: Mapping[str, Any], step_timeout_s: float) -> WorkerKeys:
@@ -146,23 +146,23 @@ class EnvironmentTraits:
     options: Mapping[str, Any]
     """Ray options of the class's decorator."""
     post_processes_groups: bool = False
-    """See `EnvironmentInterface.post_processes_groups`."""
+    """Whether groups are post-processed one by one (`EnvironmentInterface.post_processes_groups`)."""
     is_async: bool = False
     """Whether `step` is a coroutine function."""
     steps_samples_alone: bool = False
     """Whether each sample is its own call of `step`."""
     reads_chat: bool = False
-    """See `EnvironmentInterface.reads_chat`."""
+    """Whether the prompt's messages are read (`EnvironmentInterface.reads_chat`)."""
     continues_episodes: bool = True
     """Whether an episode can continue in another process."""
     reads_token_ids: bool = False
-    """See `EnvironmentInterface.reads_token_ids`."""
+    """Whether token ids are read (`EnvironmentInterface.reads_token_ids`)."""
     pooled: bool = False
-    """See `EnvironmentInterface.pooled`."""
+    """Whether several actors may run the environment (`EnvironmentInterface.pooled`)."""
     calls_own_code: bool = False
-    """See `EnvironmentInterface.calls_own_code`."""
+    """Whether functions of the user are called (`EnvironmentInterface.calls_own_code`)."""
     runs_agents: bool = False
-    """See `EnvironmentInterface.runs_agents`."""
+    """Whether `step` runs a program that samples itself (`EnvironmentInterface.runs_agents`)."""
 
 
 @dataclass(frozen=True)

@@ -51,27 +51,27 @@ class EnvironmentPool:
 
     @property
     def post_processes_groups(self) -> bool:
-        """See `EnvironmentInterface.post_processes_groups`."""
+        """Whether groups are post-processed one by one (`EnvironmentInterface.post_processes_groups`)."""
         return self._workers[0].client.post_processes_groups
 
     @property
     def reads_chat(self) -> bool:
-        """See `EnvironmentInterface.reads_chat`."""
+        """Whether the prompt's messages are read (`EnvironmentInterface.reads_chat`)."""
         return self._workers[0].client.reads_chat
 
     @property
     def continues_episodes(self) -> bool:
-        """See `EnvironmentInterface.continues_episodes`."""
+        """Whether a new process can continue episodes (`EnvironmentInterface.continues_episodes`)."""
         return self._workers[0].client.continues_episodes
 
     @property
     def agent_section(self) -> Mapping[str, Any] | None:
-        """See `EnvironmentClient.agent_section`."""
+        """Section of an environment that runs agents, or None (`EnvironmentClient.agent_section`)."""
         return self._workers[0].client.agent_section
 
     @property
     def reads_collections(self) -> bool:
-        """See `EnvironmentClient.reads_collections`."""
+        """Whether whole collections are read (`EnvironmentClient.reads_collections`)."""
         return self._workers[0].client.reads_collections
 
     async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
@@ -79,7 +79,7 @@ class EnvironmentPool:
         return await (await self._take_place()).open_episode(metadata, seed)
 
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
-        """See `EnvironmentClient.step`. If the episode was never opened, an actor is chosen for it now."""
+        """Take one turn of a conversation. If the episode was never opened, choose an actor first."""
         place = self._place.get()
         client = place.client if place is not None else await self._take_place()
         return await client.step(message_log, metadata)
@@ -100,7 +100,7 @@ class EnvironmentPool:
     async def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """See `EnvironmentClient.global_post_process_and_metrics`, which the first actor runs."""
+        """Let the first actor correct rewards and return metrics of whole collections."""
         return await self._workers[0].client.global_post_process_and_metrics(batch)
 
     def shutdown(self, timeout_s: float = 5.0) -> None:

@@ -63,14 +63,14 @@ class SupervisedActor:
         self.failure: WorkerDiedError | None = None
         """Error that every further call raises, or None as long as calls are possible."""
         self.last_excess: str | None = None
-        """Memory that the last actor used which ended because it used too much, or None if there was none."""
+        """Memory used by the last actor that ended because it used too much, or None if there was none."""
         self._name = f"{kind} {name!r}"
         self._start = start
         self._start_timeout_s = start_timeout_s
         self._max_restarts = max_restarts
         self._restarts_in_a_row = 0
         self.incarnation: Incarnation | None = self._launch()
-        """The running actor; None if the next call starts one."""
+        """Running actor, or None if the next call starts one."""
 
     def running(self) -> Incarnation:
         """Return the running actor, or start one if there is none.
@@ -112,7 +112,7 @@ class SupervisedActor:
         self._restarts_in_a_row = max(self._restarts_in_a_row - 1, 0)
 
     async def cause_of_death(self, incarnation: Incarnation, error: RayError) -> str:
-        """Return why an actor died, as its own message about memory or Ray's report says it."""
+        """Return why an actor died, from its own message about memory or from Ray's report."""
         if incarnation.process is not None:
             tail = await asyncio.to_thread(tail_of_logs, incarnation.process)
             excess = [line.partition(MEMORY_MARK)[2] for line in tail.splitlines() if MEMORY_MARK in line]
@@ -122,7 +122,7 @@ class SupervisedActor:
         return death_in_short(error)
 
     def end_hung(self, incarnation: Incarnation, reason: str) -> None:
-        """Kill an actor that missed a deadline, unless it was killed before. Its other calls are made again."""
+        """Kill an actor that missed a deadline, unless it was killed before. Its other calls are repeated."""
         if incarnation.ended_by_us:
             return
         incarnation.ended_by_us = True

@@ -1,1 +1,1 @@
-"""Rollouts in actors of their own, so that tokens do not pass through the driver."""
+"""Sample rollouts in separate actors, so that tokens do not pass through the driver."""

@@ -1,10 +1,10 @@
-"""Play groups in an actor, which has its own `RolloutRunner`, engines and environments.
+"""Sample groups in an actor, which has its own `RolloutRunner`, engines and environments.
 
     driver: client.RemoteRunner ── prompts ──► RunnerActor: RolloutRunner.play_group ─► engines, environments
             summaries ◄──────────────────────────┤
             references ◄── object store ◄─ tokens┘
 
-Invariant: an engine gets requests from one runner only, because each of its results can be collected only once.
+Invariant: an engine gets requests from one runner only, because each result of an engine can be collected only once.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationRe
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
 _NO_LIMIT = 2**31
-"""Limit of the replacements of engines in a runner. The driver has the real limit."""
+"""Limit of engine replacements in a runner. It is not reached, because the driver has the effective limit."""
 
 
 class EngineWorkers:
-    """Takes the place of a `RayWorkerGroup` in the `EngineGroup` of a runner, safely for several threads.
+    """Thread-safe replacement for the `RayWorkerGroup` in the `EngineGroup` of a runner.
 
     Args:
         workers: actors of the engines' workers, in the order of their ranks.
@@ -58,7 +58,7 @@ class EngineWorkers:
             return sorted(self._lost)
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any) -> Any:
-        """Call a method of a worker (see `RayWorkerGroup`)."""
+        """Call a method of a worker, as `RayWorkerGroup` does."""
         return self.workers[worker_idx].call.remote(method_name, *pack_tensors(args))
 
     def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float) -> None:
@@ -79,22 +79,22 @@ class EngineWorkers:
             )
 
     def replace(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
-        """Use these actors from now on. The actors at the positions `lost` are new."""
+        """Use the given actors from now on. The actors at the positions `lost` are new."""
         with self._changed:
             self.workers[:] = workers
             self._lost -= set(lost)
             self._changed.notify_all()
 
     def explain_failure(self, error: Exception, worker_idx: int, phase: str) -> Exception:
-        """Return the error to show."""
+        """Return the error that is raised for a failed call."""
         return WorkerDiedError(f"{self.slot(worker_idx)} failed during {phase}: {error}")
 
     def activity(self, worker_idxs: Sequence[int]) -> list[tuple[str, float]]:
-        """Return nothing: the processes may be on other nodes."""
+        """Return nothing, because the processes may be on other nodes."""
         return []
 
     def stacks(self, worker_idxs: Sequence[int]) -> str:
-        """Return an empty text: the processes may be on other nodes."""
+        """Return an empty text, because the processes may be on other nodes."""
         return ""
 
     def slot(self, worker_idx: int) -> str:
@@ -105,8 +105,8 @@ class EngineWorkers:
 class RunnerEngines(EngineGroup):
     """The `EngineGroup` of a runner.
 
-    The ids of its requests differ from those of all other runners, because an engine may still answer requests of a
-    runner that died.
+    Request ids differ from those of all other runners, because an engine may still answer requests of a runner that
+    died.
 
     Args:
         workers_per_engine: number of workers of each engine (`EngineSettings.num_workers`).
@@ -124,9 +124,9 @@ class RunnerEngines(EngineGroup):
         self._ids = itertools.count(secrets.randbits(48))
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See `GenerationInterface.generate`. Take the version of the engines' weights from the answer.
+        """Generate, and store the version of the engines' weights that the answer contains.
 
-        The driver sends it only with new groups, but later turns need it to find the engine with the newest prefix.
+        The driver sends it only with new groups, and later turns need it to find the engine with the newest prefix.
         """
         result = await super().generate(request)
         if result.served_by is not None:
@@ -149,7 +149,7 @@ class RunnerSettings:
     environments: Mapping[str, tuple[str, dict[str, Any]]]
     """Class path and section of `env`, by task name."""
     cluster: ClusterConfig
-    """Section with deadlines, restarts and Python environments."""
+    """Section with time limits, restarts and Python environments."""
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of the rollouts."""
     limits: RolloutLimits
@@ -158,13 +158,13 @@ class RunnerSettings:
     import_path: Sequence[str]
     """Folders in which the driver searches for modules."""
     reads_collections: bool
-    """Whether an environment corrects the rewards of whole collections, see `stored.split`."""
+    """Whether an environment reads whole collections (`stored.split`)."""
     review: ReviewSettings = field(default_factory=ReviewSettings)
-    """Checks of finished samples, whose results are noted on them."""
+    """Settings of the review of finished samples."""
 
 
 class RunnerActor:
-    """Plays groups on the event loop of the actor. The module's docstring shows its calls."""
+    """Actor that samples groups on its event loop. The module's docstring shows its calls."""
 
     def __init__(self, settings: RunnerSettings) -> None:
         extend_path(settings.import_path)
@@ -192,16 +192,16 @@ class RunnerActor:
         self._groups = OpenGroups(self._play)
 
     def ready(self) -> ProcessIdentity:
-        """Return the identity of the actor's process when the runner is ready."""
+        """Return the identity of the actor's process as soon as the runner is ready."""
         return this_process()
 
     async def submit(
         self, tasks: Sequence[tuple[int, GroupTask]], given_up: Sequence[int], weight_version: int
     ) -> None:
-        """Begin to play some groups, and end other groups.
+        """Begin to sample some groups, and end other groups.
 
         Args:
-            tasks: the groups to play, each with its number.
+            tasks: the groups to sample, each with its number.
             given_up: numbers of the groups to end, because no caller waits for them.
         """
         self._engines.weight_version = weight_version
@@ -214,7 +214,7 @@ class RunnerActor:
         """Wait up to `timeout_s` for finished groups.
 
         Returns:
-            The finished groups, which may be none, and the tokens and texts of those to train on. The tokens and texts
+            The finished groups, which may be none, and the tokens and texts of training groups. The tokens and texts
             stay in the object store.
         """
         taken = await self._groups.take(timeout_s)
@@ -236,7 +236,7 @@ class RunnerActor:
         return lost
 
     async def replace_engines(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
-        """Use these workers from now on. The workers at the positions `lost` are new and have the current weights."""
+        """Use the given workers from now on. Workers at the positions `lost` are new and have the current weights."""
         self._workers.replace(workers, lost)
 
     def shutdown(self) -> None:

@@ -1,8 +1,8 @@
-"""Let runner actors play groups, while the driver's `RolloutRunner` keeps order, deadlines and post-processing.
+"""Let runner actors sample groups, while the driver's `RolloutRunner` keeps order, deadlines and post-processing.
 
-Each group goes to the runner with the fewest open groups. A runner that dies or hangs is started again, and its open
-groups are played again, with the same prompts and the same seeds. Its finished groups are not lost, because the driver
-owns the references to their tokens.
+Each group goes to the runner with the fewest open groups. A runner that dies or hangs is restarted, and its open groups
+are sampled again with the same prompts and seeds. Its finished groups are not lost, because the driver owns the
+references to their tokens.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import ConfigError
 
 _MOST_CALLS = 1_000
-"""Number of calls that a runner can answer at the same time."""
+"""Number of calls that a runner answers concurrently."""
 _POLLS_WITHIN_SILENCE = 4
-"""Number of answers that a working runner gives within the time after which it counts as hung."""
+"""Number of answers that a working runner sends within the time limit after which it counts as hung."""
 
 
 class _NoSignOfLifeError(Exception):
@@ -42,7 +42,7 @@ class _NoSignOfLifeError(Exception):
 
 
 def ranks_of_runner(number: int, num_runners: int, num_workers: int, workers_per_engine: int) -> list[int]:
-    """Return the ranks of the workers of a runner's engines. A runner has consecutive engines, often of one node.
+    """Return the ranks of the workers of a runner's engines. The engines are consecutive, so they often share a node.
 
     Args:
         number: Number of the runner, from 0.
@@ -57,7 +57,7 @@ def ranks_of_runner(number: int, num_runners: int, num_workers: int, workers_per
 
 @dataclass(eq=False)
 class RunnerShare:
-    """One runner: its actor and its engines."""
+    """One runner, which consists of its actor and its engines."""
 
     name: str
     """Name for logs and errors."""
@@ -66,13 +66,13 @@ class RunnerShare:
     ranks: Sequence[int]
     """Ranks of the workers of its own engines."""
     settings: RunnerSettings
-    """Settings of the actor; the engines in them are replaced at each start."""
+    """Settings of the actor. Each start replaces their engines by the current engines."""
     actor: SupervisedActor = field(init=False)
-    """The actor, which is started again when it dies."""
+    """The actor, which is restarted when it dies."""
     exchange: GroupExchange = field(init=False)
-    """The groups that the actor plays."""
+    """The groups that the actor samples."""
     _given: list[Any] = field(default_factory=list, init=False)
-    """Workers that the running actor uses."""
+    """Workers of engines that the running actor uses."""
 
     def __post_init__(self) -> None:
         cluster = self.settings.cluster
@@ -91,7 +91,7 @@ class RunnerShare:
         self._given = self._workers()
         host: Any = ray.remote(RunnerActor)
         process = self.engines.workers.slot(self.ranks[0]).identity
-        # With soft=True Ray chooses any node for an actor that reserves no CPU.
+        # # With soft=True, Ray may place an actor without CPUs on any node.
         where: Any = "SPREAD" if process is None else NodeAffinitySchedulingStrategy(process.node_id, soft=False)
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MOST_CALLS, "scheduling_strategy": where}
         return host.options(**options).remote(replace(self.settings, engines=self._given))
@@ -101,7 +101,7 @@ class RunnerShare:
         return [workers[rank] for rank in self.ranks]
 
     async def watch(self) -> None:
-        """Keep the actor and its engines running. The coroutine never returns.
+        """Keep the actor and its engines running. This coroutine never returns.
 
         Raises:
             WorkerDiedError: The actor or an engine died too often.
@@ -116,7 +116,7 @@ class RunnerShare:
                 self.actor.replace(incarnation, death_in_short(death))
             except _NoSignOfLifeError:
                 reason = f"no sign of life for {self._silence_s:g} s (cluster.timeouts.rollout_runner_silence_s)"
-                self.actor.end_hung(incarnation, reason)  # on this loop, where `serve` also replaces the actor
+                self.actor.end_hung(incarnation, reason)  # on this loop, on which `serve` replaces the actor
 
     async def _look(self, handle: Any) -> None:
         """Ask the runner for lost engines, and replace them."""
@@ -124,7 +124,7 @@ class RunnerShare:
         if lost:
             given = self._given
             workers = await asyncio.to_thread(self._replace_engines, lost, given)
-            if self._given is given:  # otherwise a new actor was started with the workers of that moment
+            if self._given is given:  # otherwise a new actor has started with current workers
                 self._given = workers
             await self._ask(handle.replace_engines.remote(workers, lost))
 
@@ -140,11 +140,11 @@ class RunnerShare:
 
     @property
     def _poll_s(self) -> float:
-        """Seconds after which the actor answers a call even if it has nothing to report."""
+        """Return the seconds after which the actor answers a call even if it has nothing to report."""
         return self._silence_s / _POLLS_WITHIN_SILENCE
 
     def _replace_engines(self, lost: Sequence[int], given: Sequence[Any]) -> list[Any]:
-        """Replace engines, unless another thread has done so already, and return the current workers."""
+        """Replace engines unless another thread has already done so, and return the current workers."""
         with self.engines.exclusively():
             now = self._workers()
             found = [self.ranks[position] for position in lost if now[position] is given[position]]
@@ -154,12 +154,12 @@ class RunnerShare:
 
 
 class RemoteRunner(RolloutRunner):
-    """A `RolloutRunner` whose groups are played by runner actors (`cluster.rollout_runners`).
+    """A `RolloutRunner` whose groups are sampled by runner actors (`cluster.rollout_runners`).
 
     Args:
-        engines: all engines; the driver moves their weights, and the runners send their requests.
-        environments: environments of the driver by task name, which correct rewards of whole collections.
-        settings: settings of the runners; each gets its share of the engines.
+        engines: all engines. The driver sends their weights, and the runners send their requests.
+        environments: the driver's environments by task name. They correct rewards of whole collections.
+        settings: settings of the runners. Each runner gets its own engines.
         num_runners: number of runner actors.
         loop: event loop for the coroutines.
 
@@ -182,8 +182,8 @@ class RemoteRunner(RolloutRunner):
         num_workers, size = len(settings.engines), settings.workers_per_engine
         if num_runners > num_workers // size:
             raise ConfigError(
-                f"cluster.rollout_runners={num_runners}, but there are {num_workers // size} engines. Each runner has "
-                f"engines of its own: use at most {num_workers // size} runners."
+                f"cluster.rollout_runners={num_runners}, but there are {num_workers // size} engines. Each runner "
+                f"needs its own engines: use at most {num_workers // size} runners."
             )
         self._reads_collections = settings.reads_collections
         self._runners = [
@@ -205,7 +205,7 @@ class RemoteRunner(RolloutRunner):
         closings: Closings,
         progress: GroupProgress | None = None,
     ) -> Rollouts:
-        """Let a runner play all samples of one prompt and close their episodes."""
+        """Let a runner sample all answers to one prompt and close their episodes."""
         if prompts.get("row_inputs") is not None:
             raise ConfigError(
                 "Rollout runners do not take inputs next to the tokens yet. Use cluster.rollout_runners=0."
@@ -217,17 +217,17 @@ class RemoteRunner(RolloutRunner):
         for sample in rollouts.trajectories:
             sample.group_index = row
         if progress is not None:
-            progress.forget()  # a runner plays from the prompt
+            progress.forget()  # a runner samples from the prompt
             progress.rollouts = rollouts
         return rollouts
 
     def keep(self, rollouts: Rollouts) -> Rollouts:
-        """See `RolloutRunner.keep`: the tokens go to the object store."""
+        """Convert a group of a checkpoint (`RolloutRunner.keep`), whose tokens go to the object store."""
         samples, packed = split([rollouts.trajectories], reads_collections=self._reads_collections)
         return located(Rollouts(samples, rollouts.metrics), ray.put(packed))
 
     def busy_seconds(self) -> BusySeconds:
-        """See `RolloutRunner.busy_seconds`. The values are from the runners' reports with their last groups."""
+        """Return the seconds of work (`RolloutRunner.busy_seconds`) that the runners last reported."""
         engines = [seconds for runner in self._runners for seconds in runner.exchange.busy.engines]
         return BusySeconds(engines, max(runner.exchange.busy.environments for runner in self._runners))
 

@@ -5,8 +5,8 @@
     serve ── collect (long poll) ──► finished groups ─► futures of play()
     the actor dies ─► serve: a new one gets all open groups from their start
 
-Invariants: a group has one result, with the same tokens whichever actor plays it. The driver owns the references to the
-tokens, so they are not lost when the actor dies.
+Invariants: a group has one result, with the same tokens for every actor. The driver owns the references to the tokens,
+so they are not lost when the actor dies.
 """
 
 import asyncio
@@ -51,37 +51,37 @@ class GroupExchange:
         self, actor: SupervisedActor, weight_version: Callable[[], int], poll_s: float, busy: BusySeconds
     ) -> None:
         self.busy = busy
-        """Seconds of work of the runner's engines and environments, as the runner last reported them."""
+        """Seconds of work of the runner's engines and environments, from the last report of the runner."""
         self._actor = actor
         self._weight_version = weight_version
         self._poll_s = poll_s
         self._handle: Any = None
-        """The running actor; None while it starts."""
+        """The running actor. None while it starts."""
         self._numbers = itertools.count()
         self._open: dict[int, _WaitingGroup] = {}
         self._outbox: list[int] = []
         self._given_up: list[int] = []
         self._send_is_due = False
         self._failure: Exception | None = None
-        """Error that has ended `serve`."""
+        """Error that ended `serve`. None while it runs."""
         self._earlier = busy
         """Seconds of work of earlier actors."""
         self._checks: set[asyncio.Task[None]] = set()
 
     @property
     def num_open(self) -> int:
-        """Number of groups that the runner plays."""
+        """Return the number of groups without a result."""
         return len(self._open)
 
     async def play(self, task: GroupTask) -> Rollouts:
-        """Play a group in the actor. If the actor dies or is killed because it hangs, a new one plays the group again.
+        """Sample a group in the actor. If the actor dies or hangs, a new actor samples the group again.
 
         Returns:
             The samples, with references to their tokens, and the metrics of environments.
 
         Raises:
             WorkerDiedError: The actor died too often.
-            Exception: See `RolloutRunner.play_group`.
+            Exception: Any error of `RolloutRunner.play_group`.
         """
         if self._failure is not None:
             raise self._failure
@@ -93,12 +93,12 @@ class GroupExchange:
         try:
             return await waiting.future
         finally:
-            if self._open.pop(number, None) is not None:  # cancelled
+            if self._open.pop(number, None) is not None:  # the call was cancelled
                 self._given_up.append(number)
                 self._send_soon()
 
     async def serve(self) -> None:
-        """Send groups to the actor and collect their results. The coroutine never returns.
+        """Send groups to the actor and collect their results. This coroutine never returns.
 
         Raises:
             WorkerDiedError: The actor died too often. `play` raises it too, for all open groups.
@@ -121,7 +121,7 @@ class GroupExchange:
             raise
 
     async def _take(self) -> None:
-        """Wait for finished groups, and give them to the callers of `play`."""
+        """Wait for finished groups, and give them to the waiting calls of `play`."""
         collect = self._handle.collect.options(num_returns=2)
         answer, rows = collect.remote(self._poll_s)
         finished: FinishedGroups = await asyncio.wrap_future(answer.future())
@@ -143,7 +143,7 @@ class GroupExchange:
             asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
-        """Send the groups that were added since the last call, and the numbers of groups that were given up."""
+        """Send new groups, and the numbers of groups that were given up since the last call."""
         self._send_is_due = False
         if self._handle is None:
             return  # `serve` sends all open groups when the actor runs
@@ -163,7 +163,7 @@ class GroupExchange:
         check.add_done_callback(self._checks.discard)
 
     async def _check(self, call: "ray.ObjectRef[None]", numbers: Sequence[int], given_up: Sequence[int]) -> None:
-        """Check that the actor accepted a call. If not, send the call again. `serve` handles a dead actor."""
+        """Check that the actor accepted a call, or send the call again. `serve` handles a dead actor."""
         with Boundary(Exception) as caught:  # any failure of the call fails its groups
             await asyncio.wrap_future(call.future())
             return

@@ -1,4 +1,4 @@
-"""Define the groups that a runner actor plays, and their form in calls between the actor and the driver.
+"""Define the groups that a runner actor samples, and their form in calls between actor and driver.
 
 driver: exchange.GroupExchange ── submit([(number, task)], given up) ──► OpenGroups: a task for each group
         FinishedGroups, reference of the tokens ◄── collect ──────────── groups finished since the last call
@@ -26,15 +26,15 @@ from nemo_rl.models.batch_rows import PackedRows
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 _TOKENS_OF_A_CALL = 1_000_000
-"""Number of tokens after which a call takes no further groups. The tokens of such a call take about 10 MB, and stay in
-the object store until all of them are trained on."""
+"""Number of tokens after which a call takes no further groups. The tokens of a call use about 10 MB of the object store
+until a step has trained on all of them."""
 
 _MOST_UNWANTED = 10_000
 
 
 @dataclass(frozen=True)
 class GroupTask:
-    """A group to play."""
+    """A group to sample."""
 
     prompt: BatchedDataDict[Any]
     """The prompt, as a collated batch of one row."""
@@ -42,12 +42,12 @@ class GroupTask:
     """Number of samples."""
     sampling: SamplingParams
     key: RolloutKey
-    """Key of the rollouts, as in `RolloutRunner.play_group`."""
+    """Key of the rollouts, an argument of `RolloutRunner.play_group`."""
 
 
 @dataclass(frozen=True)
 class GroupError:
-    """The error of a group."""
+    """The error of a group, in a form that can be sent."""
 
     pickled: bytes
     """The pickled exception. Empty if it cannot be pickled."""
@@ -64,7 +64,7 @@ class GroupError:
 
     def exception(self) -> Exception:
         """Return the exception with its traceback as a note, or a `RuntimeError` if it cannot be unpickled."""
-        with Boundary(Exception) as caught:  # an exception may need arguments or modules that are not here
+        with Boundary(Exception) as caught:  # this process may lack the exception's modules
             error = pickle.loads(self.pickled)
         if caught or not isinstance(error, Exception):
             return RuntimeError(f"A rollout runner raised an error that cannot be sent:\n{self.text}")
@@ -77,17 +77,17 @@ class FinishedGroups:
     """Groups that the driver takes in one call."""
 
     groups: list[tuple[int, Rollouts | GroupError]]
-    """The number of each group, with its samples and the metrics of environments, or with its error. Training samples
-    have no tokens. Validation samples have all tokens."""
+    """The number of each group, with its samples and the environments' metrics, or with its error. Only validation
+    samples contain their tokens."""
     busy: BusySeconds
     """Seconds of work of the runner's engines and environments since the runner's start."""
 
 
 class OpenGroups:
-    """The groups that an actor plays, and finished groups that the driver has not taken yet, on one event loop.
+    """Running groups of an actor, and finished groups that the driver has not collected, on one event loop.
 
     Args:
-        play: function that plays a group.
+        play: function that samples a group.
     """
 
     def __init__(self, play: Callable[[GroupTask], Coroutine[Any, Any, Rollouts]]) -> None:
@@ -96,10 +96,10 @@ class OpenGroups:
         self._finished: deque[tuple[int, str, Rollouts | Exception]] = deque()
         self._has_news = asyncio.Event()
         self._unwanted: deque[int] = deque(maxlen=_MOST_UNWANTED)
-        """Numbers of groups that were given up before they arrived: calls of an actor may overtake each other."""
+        """Numbers of groups that were given up before they arrived. Calls of an actor can change their order."""
 
     def start(self, number: int, task: GroupTask) -> None:
-        """Begin to play a group, unless it is played already or was given up."""
+        """Start to sample a group, unless it has already started or was given up."""
         if number in self._running or number in self._unwanted:
             return
         self._running[number] = asyncio.get_running_loop().create_task(self._finish(number, task))
@@ -121,7 +121,7 @@ class OpenGroups:
                 outcome = caught.take()
         except asyncio.CancelledError:
             if number not in self._running:
-                raise  # given up
+                raise  # the group was given up
             outcome = RuntimeError("A part of the group was cancelled in the rollout runner.")
         self._running.pop(number, None)
         self._finished.append((number, task.key.phase, outcome))
@@ -148,10 +148,10 @@ def for_driver(
 
     Args:
         taken: Finished groups, as `OpenGroups.take` returns them.
-        reads_collections: See `stored.split`.
+        reads_collections: Whether an environment reads whole collections (`stored.split`).
 
     Returns:
-        The groups, and the tokens of the groups to train on, or None if there is no such group.
+        The groups, and the tokens of training groups. None if there is no such group.
     """
     with Boundary(Exception):  # texts and metadata come from environments
         return _packed(taken, reads_collections)
@@ -171,7 +171,7 @@ def _packed(
     for number, phase, each in played:
         sent = [next(summaries) if phase == "train" else _sent(sample) for sample in each.trajectories]
         groups.append((number, replace(each, trajectories=sent)))
-        # Ray pickles all other values, which the library makes itself. Metadata may hold any object.
+        # # Metadata may hold any object. Ray pickles all other values, which the library itself makes.
         cloudpickle.dumps([sample.extra_env_info for sample in sent])
     return groups, packed
 
@@ -179,14 +179,14 @@ def _packed(
 def _sendable(
     taken: tuple[int, str, Rollouts | Exception], reads_collections: bool
 ) -> tuple[int, str, Rollouts | Exception]:
-    """Return a finished group, or its number with the error if it cannot be sent."""
+    """Return a finished group or, if it cannot be sent, its number with the error."""
     with Boundary(Exception) as caught:  # texts and metadata come from environments
         _packed([taken], reads_collections)
     return (taken[0], taken[1], caught.take()) if caught else taken
 
 
 def _sent(sample: Trajectory) -> Trajectory:
-    """Prepare a sample with all its tensors for sending."""
+    """Prepare a sample, including all of its tensors, for sending."""
     for conversation in sample.conversations:
         conversation.message_log = pack_tensors([dict(message) for message in conversation.message_log])
     sample.episode = None

@@ -1,4 +1,4 @@
-"""Keep trajectories without their tokens in the driver, for rollouts that a runner actor has played.
+"""Keep trajectories without their tokens in the driver, for rollouts of a runner actor.
 
 The driver has lengths, rewards, versions and outcomes. Tokens and texts are in the object store, where one object may
 hold the tokens of several groups. The driver owns the references, so the objects are not lost when the runner dies.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Placeholder of tokens that are in the object store."""
+    """Placeholder for tokens that are in the object store."""
 
     count: int
     """Number of tokens."""
@@ -46,9 +46,8 @@ def split(groups: Sequence[Sequence[Trajectory]], *, reads_collections: bool) ->
 
     Args:
         groups: Finished samples of each prompt.
-        reads_collections: Whether an environment reads whole collections. If so, the summaries have the texts of all
-            messages and the environment's metadata. If not, they have only the texts of the messages before the first
-            response.
+        reads_collections: Whether an environment reads whole collections. If so, the summaries contain the texts of all
+            messages and the environment's metadata. If not, they contain only the texts before the first response.
     """
     samples = [sample for group in groups for sample in group]
     packed = pack_rows([log for sample in samples for log in sample.logs])
@@ -58,7 +57,7 @@ def split(groups: Sequence[Sequence[Trajectory]], *, reads_collections: bool) ->
 
 
 def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collections: bool) -> Trajectory:
-    """Return a sample without tokens. The places of its conversations are the next ones of `places`."""
+    """Return a sample without tokens. Its conversations get the next locations of `places`."""
     num_prompt = next((n for n, m in enumerate(sample.message_log) if "generation_logprobs" in m), None)
     return replace(
         sample,
@@ -78,7 +77,7 @@ def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collectio
 
 
 def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
-    """Return messages with counts instead of tokens. The first `num_texts` have texts, or all if None."""
+    """Return messages with counts instead of tokens. The first `num_texts` keep their texts. If None, all keep them."""
     counted = []
     for number, message in enumerate(log):
         count = TokenCount(message["token_ids"].numel())
@@ -89,7 +88,7 @@ def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
 
 
 def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
-    """Add the reference of the tokens to the summaries of a group. Samples with tokens stay as they are."""
+    """Add the reference of the tokens to the summaries of a group. Samples with tokens are not changed."""
     for sample in rollouts.trajectories:
         for conversation in sample.conversations:
             if conversation.stored is not None:
@@ -98,7 +97,7 @@ def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
 
 
 def whole(samples: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return samples with their tokens and texts, which are fetched from the object store where necessary."""
+    """Return samples with tokens and texts, fetched from the object store if necessary."""
     places = [None if sample.stored is None else sample.stored.rows for sample in samples]
     packed = fetched([place for place in places if place is not None])
     return [
@@ -133,7 +132,7 @@ def _messages(counted_log: Sequence[Any], place: StoredTokens | None, packed: Pa
 
 
 def messages_of(trajectory: Trajectory) -> list[Message]:
-    """Return the messages of a row without tokens. Texts are fetched from the object store if the row lacks them."""
+    """Return the messages of a row without tokens. Missing texts are fetched from the object store."""
     if trajectory.stored is None or trajectory.stored.rows is None:
         return trajectory.turns
     packed = fetched([trajectory.stored.rows])[trajectory.stored.rows]
@@ -141,7 +140,7 @@ def messages_of(trajectory: Trajectory) -> list[Message]:
 
 
 def stored_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id: int) -> dict[str, Any]:
-    """Return the columns of stored rows, one row for each trajectory (see `StoredRow`)."""
+    """Return the columns of stored rows, one row for each trajectory (`StoredRow`)."""
     rows = []
     for trajectory in trajectories:
         stored = trajectory.stored

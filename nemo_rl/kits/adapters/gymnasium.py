@@ -98,7 +98,7 @@ class GymnasiumEnvironment(GameEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. The method makes the game once."""
+        """Check the section by making the game once (`EnvironmentInterface.check_section`)."""
         GymnasiumGame(GymnasiumConfig.build(**section))
 
     def shutdown(self) -> None:

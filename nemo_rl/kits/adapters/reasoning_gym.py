@@ -41,7 +41,7 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. The method makes the task once."""
+        """Check the section by making the task once (`EnvironmentInterface.check_section`)."""
         cls(section)
 
     def open_episode(self, metadata: dict[str, Any]) -> EpisodeStart[dict[str, Any]]:

@@ -79,5 +79,5 @@ class TextArenaEnvironment(GameEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. The method makes the game once."""
+        """Check the section by making the game once (`EnvironmentInterface.check_section`)."""
         TextArenaGame(TextArenaConfig.build(**section))

@@ -1,7 +1,7 @@
 """Find code in the text of a response.
 
 Fences are paired as CommonMark pairs them (https://spec.commonmark.org/0.31.2/#fenced-code-blocks), line by line.
-Invariant: the time is linear in the length of the text, whatever a model writes.
+Invariant: the time is linear in the length of the text, for any text.
 """
 
 import re
@@ -27,11 +27,11 @@ class _MarkedText(NamedTuple):
     kind: _Kind
     """Kind of the mark: a fence, `<code>`, `<think>`, or a `</think>` whose `<think>` is not in the text."""
     content: str = ""
-    """The text inside the mark."""
+    """Text inside the mark."""
     info: str = ""
-    """The info string of a fence."""
+    """Info string of the fence."""
     ends_text: bool = False
-    """Whether only white space follows the part."""
+    """Whether only white space follows the marked part."""
 
 
 def code_to_run(text: str) -> str | None:
@@ -53,7 +53,7 @@ def final_code(text: str) -> str | None:
 
 
 def any_code(text: str) -> str | None:
-    """Return the result of `final_code`, or else the result of `code_to_run`, after reading the text only once."""
+    """Return the result of `final_code`, or else the result of `code_to_run`, with one pass over the text."""
     pieces = _pieces_of_answer(text)
     blocks = [piece.content for piece in pieces if piece.kind == "code"]
     found = _last_program([piece for piece in pieces if piece.kind == "fence"])
@@ -104,7 +104,7 @@ def _start_of_answer(text: str) -> int:
 
 
 class _Scanner:
-    """Reads a text once, from its beginning to its end."""
+    """Read a text once, from its beginning to its end."""
 
     def __init__(self, text: str, tags: bool = True) -> None:
         self._lines = _LINE_BREAK.split(text)

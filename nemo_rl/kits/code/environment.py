@@ -39,15 +39,15 @@ class CodeEnvMetadata(TypedDict):
     """Metadata of a sample."""
 
     ground_truth: NotRequired[str]
-    """The tests as JSON (see `nemo_rl.kits.code.grading`). Without tests nothing is graded."""
+    """Tests as JSON (the format of `nemo_rl.kits.code.grading`). Without tests nothing is graded."""
     context: NotRequired[dict[str, Any]]
     """Variables that exist before the first block of code runs. Their values are plain data."""
     working_dir: NotRequired[str | None]
     """Folder whose files are copied into the scratch folder of each program."""
     blocks: NotRequired[list[str]]
-    """Blocks of code that ran in earlier turns; set by `step`."""
+    """Blocks of code that ran in earlier turns, which `step` adds."""
     verdict: NotRequired[tuple[int, int, str]]
-    """Number of passed checks, number of all checks, and why the program ended; set by grading."""
+    """Number of passed checks, number of all checks, and the reason why the program ended, which grading adds."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. The method checks that this machine supports a sandbox."""
+        """Check that this machine supports a sandbox (`EnvironmentInterface.check_section`)."""
         Sandbox(mechanism=CodeEnvironmentConfig.of(section).sandbox).close()
 
     async def step(  # type: ignore[override]  # the interface allows coroutine functions

@@ -32,7 +32,7 @@ class CallTests:
 
     tests: tuple[str, ...]
     """Source code of tests: `assert` statements, functions `test...`, classes of `unittest`. Each assert statement is a
-    check, and so is a test without an assert statement. An exception outside of an assert is a failed check."""
+    check. A test without an assert statement is also a check. An exception outside of an assert is a failed check."""
     setup: str = ""
     """Source code that runs before the tests, such as imports and helper functions. A solution cannot change it."""
     names: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class SolutionVerdict:
     num_checks: int
     """Number of all checks. Checks that a solution prevented from running count as failed."""
     end: End = End.EXITED
-    """Reason why the first of the solution's programs ended that did not end by itself."""
+    """Reason why the first program of the solution that did not end by itself was ended."""
 
     @property
     def share(self) -> float:
@@ -112,12 +112,12 @@ class SolutionVerdict:
 
     @property
     def is_right(self) -> bool:
-        """True if all checks passed."""
+        """Whether all checks passed."""
         return self.num_passed == self.num_checks
 
 
 class SolutionGrader:
-    """Grades solutions. It is thread-safe.
+    """Grade solutions. The class is thread-safe.
 
     Args:
         sandbox: Sandbox in which solutions run. Its limits hold for each input, or for all calls together.
@@ -172,7 +172,7 @@ class SolutionGrader:
             finally:
                 if outcome is None:
                     failed.set()
-                answers_in.close()  # the checks now see that no answer will come
+                answers_in.close()  # the checks now read the end of the pipe in place of an answer
             checking.result()
         return outcome if outcome.end is not End.CANCELLED else replace(outcome, end=End.EXITED)
 

@@ -45,7 +45,7 @@ def program_of(
     """Return one fresh program that runs all blocks and prints the output of the last block.
 
     No process keeps the variables of earlier blocks. The earlier blocks run again each time, which also works after a
-    restart of the environment. They have to give the same variables again, so random numbers need a seed.
+    restart of the environment. They must compute the same variables again, so random numbers need a seed.
 
     Args:
         blocks: Code of the episode, oldest first.
@@ -54,7 +54,7 @@ def program_of(
         max_bytes: Largest total size of these files in bytes.
 
     Raises:
-        DataError: A variable is no plain data, or the folder is too large.
+        DataError: A variable is not plain data, or the folder is too large.
     """
     try:
         start = encode(dict(context))

@@ -1,1 +1,1 @@
-"""Games as environments of many turns: the sliding puzzle, Blackjack, and the base class for further ones."""
+"""Games as environments of many turns: the sliding puzzle, Blackjack, and the base class for further games."""

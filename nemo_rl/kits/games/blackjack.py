@@ -109,7 +109,7 @@ def situation(state: Mapping[str, Any]) -> str:
 
 
 def _card(seed: int, number: int) -> int:
-    """Return the card with this number, from 0, among the cards that are drawn in an episode."""
+    """Return the card at an index, from 0, among the cards that are drawn in an episode."""
     return CARDS[derive_seed(seed, "card", number) % len(CARDS)]
 
 
@@ -118,14 +118,14 @@ def _name(card: int) -> str:
 
 
 class Hands(NamedTuple):
-    """A situation, as the player sees it."""
+    """Situation that the player knows."""
 
     value: int
     """Value of the player's hand."""
     soft: bool
     """Whether an ace counts as 11 in the value."""
     dealer: int
-    """The dealer's visible card."""
+    """Visible card of the dealer."""
 
 
 type Policy = Callable[[Hands], float]
@@ -138,7 +138,7 @@ def random_policy(hands: Hands) -> float:
 
 
 def optimal_policy(hands: Hands) -> float:
-    """Return 1.0 if `hit` has the larger expected reward, or 0.0 if `stand` has it."""
+    """Return 1.0 if `hit` has the larger expected reward, or 0.0 if `stand` has the larger one."""
     return float(hit_value(hands) > stand_value(hands))
 
 

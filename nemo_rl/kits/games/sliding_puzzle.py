@@ -151,7 +151,7 @@ class BoardState(TypedDict):
 
 
 class SlidingPuzzleGameLogic:
-    """The rules, as functions that return a new state and never change a given one."""
+    """Rules of the puzzle, as functions that return a new state and never change their arguments."""
 
     @staticmethod
     def generate(config: Mapping[str, Any], seed: int | None = None) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class SlidingPuzzleGameLogic:
         Args:
             config: `size`, `shuffle_moves` and `min_shuffle_moves`. The number of moves is drawn between the two
                 limits, and is `shuffle_moves` if `min_shuffle_moves` is null.
-            seed: seed of the moves. With None, each call returns another board.
+            seed: seed of the moves. If None, each call returns another board.
         """
         board, rng = SlidingPuzzleBoard.of(config), random.Random(seed)
         return _shuffled(_solved(board.size), rng.choice(_numbers_of_moves(board)), rng)
@@ -227,7 +227,7 @@ class SlidingPuzzleGame(TextGame):
 
     @staticmethod
     def turn(state: dict[str, Any], action: str) -> GameTurn:
-        """Take one action (see `SlidingPuzzleGameLogic.step`)."""
+        """Take one action (`SlidingPuzzleGameLogic.step`)."""
         if action == "view":
             return GameTurn(state, SlidingPuzzleGameLogic.render(state))
         place = _tile_to_move(state, action)
@@ -275,7 +275,7 @@ class SlidingPuzzleEnv(GameEnvironment):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. The method generates a board of each split."""
+        """Check the section by generating a board of each split (`EnvironmentInterface.check_section`)."""
         cls(section)
 
 
@@ -316,7 +316,7 @@ def _numbers_of_moves(board: SlidingPuzzleBoard) -> list[int]:
 
 
 def _shuffled(state: dict[str, Any], num_moves: int, rng: random.Random) -> dict[str, Any]:
-    """Return the state after random moves. If these moves solved the board, one more move is made."""
+    """Return the state after random moves. If these moves solve the board, one more move is made."""
     before = None
     for _ in range(num_moves):
         row, column = state["empty_pos"]

@@ -40,12 +40,12 @@ class GameMetadata(TypedDict):
     invalid_actions: NotRequired[int]
     """Number of turns without an action that the rules allow."""
     result: NotRequired[str | None]
-    """How the game ended, which is one of `TextGame.results`, or None before its end."""
+    """Result of the game, which is one of `TextGame.results`, or None before its end."""
 
 
 @dataclass(frozen=True)
 class GameStart:
-    """The beginning of a game."""
+    """Beginning of a game."""
 
     state: dict[str, Any]
     """State, made of plain values."""
@@ -55,7 +55,7 @@ class GameStart:
 
 @dataclass(frozen=True)
 class GameTurn:
-    """The effect of one action."""
+    """Effect of one action."""
 
     state: dict[str, Any]
     """State after the action."""
@@ -64,17 +64,17 @@ class GameTurn:
     reward: float = 0.0
     """Reward of this action."""
     result: str | None = None
-    """How the game ended, which is one of `TextGame.results`, or None if the game goes on."""
+    """Result of the game, which is one of `TextGame.results`, or None if the game continues."""
     is_valid: bool = True
     """Whether the rules allow the action."""
 
 
 class TextGame(ABC):
-    """The rules of a game for one player."""
+    """Rules of a game for one player."""
 
     results: ClassVar[Sequence[str]] = ("solved", "failed")
-    """Ways in which a game can end, which are also names of metrics. The last one is the result of a player whose moves
-    are used up, and who gets `out_of_moves_reward`."""
+    """Results of a game, which are also names of metrics. The last one is the result of a player whose moves are used
+    up, and who gets `out_of_moves_reward`."""
     out_of_moves_reward: ClassVar[float] = 0.0
     """Reward for the move with which the player's moves are used up."""
 
@@ -85,7 +85,7 @@ class TextGame(ABC):
         Args:
             seed: seed of the situation at the start, the same for all samples of a prompt.
             split: "train" or "validation", whose situations differ.
-            episode_seed: seed of everything that happens afterwards, which differs between samples.
+            episode_seed: seed of all later random events, which differs between samples.
         """
 
     @abstractmethod
@@ -93,7 +93,7 @@ class TextGame(ABC):
         """Take one action without changing `state`."""
 
     def close(self, state: dict[str, Any]) -> None:  # noqa: B027  (optional hook)
-        """Release what a game holds, at the end of its episode."""
+        """Release the resources of a game at the end of its episode."""
 
     def metrics(self, states: Sequence[GameMetadata]) -> dict[str, float]:
         """Compute metrics of finished episodes in addition to those of all games."""

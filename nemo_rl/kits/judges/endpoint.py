@@ -16,7 +16,7 @@ _SHOWN_CHARS = 200
 
 
 class Endpoint(JudgeModel):
-    """The chat endpoint of a judge.
+    """Chat endpoint of a judge.
 
     Args:
         config: the section `env.llm_judge`.
@@ -39,11 +39,11 @@ class Endpoint(JudgeModel):
         )
 
     def body(self, prompt: str) -> dict[str, Any]:
-        """See `JudgeModel.body`. The request also has the extra fields of the configuration."""
+        """Return the fields of a request, including the configured extra fields (`JudgeModel.body`)."""
         return {**super().body(prompt), **self._config.extra_body}
 
     async def ask(self, body: Mapping[str, Any], attempt: int = 0) -> JudgeText:
-        """See `JudgeModel.ask`.
+        """Ask the judge (`JudgeModel.ask`).
 
         Raises:
             JudgeError: the endpoint cannot be reached, takes too long, refuses, or answers with something else than a
@@ -75,7 +75,7 @@ def _judge_text(completion: Any) -> JudgeText:
     text = choice["message"]["content"]
     is_complete = choice.get("finish_reason") != "length"
     if text is None and not is_complete:
-        text = ""  # all its tokens were reasoning, which some endpoints send in another field
+        text = ""  # all tokens were reasoning, which some endpoints send in another field
     if not isinstance(text, str) or (is_complete and not text.strip()):
         raise ValueError("no text")
     usage = completion.get("usage") or {}

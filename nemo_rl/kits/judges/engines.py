@@ -71,7 +71,7 @@ class JudgeEngines(JudgeModel):
             self._started = undo.pop_all()
 
     async def ask(self, body: Mapping[str, Any], attempt: int = 0) -> JudgeText:
-        """See `JudgeModel.ask`. Each attempt has its own seed.
+        """Ask the judge (`JudgeModel.ask`). Each attempt has its own seed.
 
         Raises:
             JudgeError: the request is too long, takes too long, or the engines have ended.
@@ -110,7 +110,7 @@ class JudgeEngines(JudgeModel):
 
 
 def check_engine(config: LLMJudgeConfig) -> PolicyConfig:
-    """Return the policy section for the judge's model, after checking that engines can serve it.
+    """Check that engines can serve the judge's model, and return the policy section for it.
 
     Raises:
         ConfigError: a key of `engine`, or the model, cannot be used.

@@ -47,7 +47,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the template, and the endpoint's key or the engines."""
+        """Check the template, and the endpoint's key or the engines."""
         cfg = LLMJudgeConfig.of(section)
         JudgePrompts(cfg)
         if cfg.engine is None:
@@ -68,7 +68,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
 
         Args:
             message_log_batch: B conversations, whose last message is the answer.
-            metadata: B items, which are returned unchanged; see `JudgePrompts.of`.
+            metadata: B items, which are returned unchanged (`JudgePrompts.of` describes them).
         """
         (conversation,), (item,) = message_log_batch, metadata
         reward, error = await self._judge(conversation, item)

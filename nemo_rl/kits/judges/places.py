@@ -1,4 +1,4 @@
-"""Choose the Ray bundles of a model that rewards answers, which are either shared CPUs or its own GPUs."""
+"""Choose the Ray bundles of a model that rewards answers: either shared CPUs or its own GPUs."""
 
 from nemo_rl.config.schema.model.policy import OwnDevicesConfig
 from nemo_rl.distributed.cluster.node_choice import living_nodes

@@ -1,4 +1,4 @@
-"""Ask a judge, with limited concurrency, repeated attempts with backoff, a deadline, and a cache of verdicts.
+"""Ask a judge with limited concurrency, retries with backoff, a deadline, and a cache of verdicts.
 
     reward() ──► memory ──► one task for each text ──► slot ──► request ──► verdict
                                   ▲   wait, double the wait  │ no answer, or none that can be read
@@ -28,7 +28,7 @@ class JudgeError(Exception):
     Args:
         reason: what happened.
         may_pass: whether the same request may succeed at a later time.
-        wait_s: time in seconds that the endpoint asks to wait.
+        wait_s: waiting time in seconds that the endpoint requests.
     """
 
     def __init__(self, reason: str, *, may_pass: bool = True, wait_s: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class JudgeError(Exception):
 
 @dataclass(frozen=True)
 class JudgeText:
-    """The answer of a judge."""
+    """Answer of a judge."""
 
     text: str
     """Text that the judge wrote."""
@@ -52,14 +52,14 @@ class JudgeText:
 
 
 class JudgeModel(abc.ABC):
-    """A language model that judges.
+    """Language model that judges.
 
     Args:
         config: the section `env.llm_judge`.
     """
 
     repeats_itself = False
-    """Whether the same request always gets the same text, so that repeating it is useless."""
+    """Whether the same request always gets the same text, so that repeating the request is useless."""
 
     def __init__(self, config: LLMJudgeConfig) -> None:
         self._config = config
@@ -105,7 +105,7 @@ class JudgeMeter:
     num_failed: int = 0
     """Number of texts without a verdict."""
     num_from_memory: int = 0
-    """Number of verdicts that needed no request of their own."""
+    """Number of verdicts that were found without a separate request."""
     prompt_tokens: int = 0
     """Number of tokens of all requests."""
     completion_tokens: int = 0
@@ -141,7 +141,7 @@ type Reader = Callable[[str], float]
 
 
 class Questions:
-    """Asks a judge, on one event loop.
+    """Ask a judge, on one event loop.
 
     Args:
         config: the section `env.llm_judge`.

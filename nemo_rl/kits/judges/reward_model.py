@@ -49,7 +49,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the switch, the model's head and the tokenizer."""
+        """Check the switch, the model's head and the tokenizer (`EnvironmentInterface.check_section`)."""
         cfg = RewardModelEnvironmentConfig.of(section)
         _require_enabled(cfg)
         if tokenizer is not None:
@@ -109,7 +109,7 @@ def _require_enabled(config: RewardModelEnvironmentConfig) -> None:
 
 
 def _tokenizer_of_classifier(config: RewardModelEnvironmentConfig) -> "TokenizerType":
-    """Return the tokenizer of the model, after checking that the model has a trained head for scores."""
+    """Check that the model has a trained head for scores, and return its tokenizer."""
     policy = config.as_policy()
     _require_classifier(policy.model_name)
     return get_tokenizer(policy.tokenizer, section="env.reward_model")

@@ -90,7 +90,7 @@ class _WaitingRow:
 
 
 class JoinedPasses:
-    """Scores rows of tokens in common forward passes.
+    """Score rows of tokens in common forward passes.
 
     Args:
         scores: function that computes the score of each row, called by one thread at a time.
@@ -113,7 +113,7 @@ class JoinedPasses:
         """Return the score of a row of tokens, [T] int64.
 
         Raises:
-            Exception: whatever `scores` raises for this row alone.
+            Exception: the error of `scores` for this row alone.
         """
         waiting = _WaitingRow(row, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)

@@ -66,7 +66,7 @@ _PAIR = frozenset(("answer_a", "answer_b"))
 
 
 class JudgePrompts:
-    """Writes the prompts for a judge.
+    """Write the prompts for a judge.
 
     Args:
         config: the section `env.llm_judge`.
@@ -171,7 +171,7 @@ def _tags(template: str) -> re.Pattern[str] | None:
 
 
 def quotable_texts(conversation: Sequence[Message], metadata: Any) -> list[str]:
-    """Return the texts of a sample that a judge may quote, which are its messages and its reference answer."""
+    """Return the texts of a sample that a judge may quote: its messages and its reference answer."""
     texts = [content_text(turn["content"]) for turn in conversation]
     if isinstance(metadata, Mapping) and "ground_truth" in metadata:
         texts.append(str(metadata["ground_truth"]))
@@ -229,7 +229,7 @@ def _last_verdict(pattern: str, text: str, quotable: Sequence[str]) -> re.Match[
 
 
 def _is_statement(text: str, found: re.Match[str]) -> bool:
-    """Return whether a match begins or ends its line, and is no quotation."""
+    """Return whether a match begins or ends its line, and is not a quotation."""
     before = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
     end = text.find("\n", found.end())
     after = text[found.end() : len(text) if end < 0 else end]
@@ -243,7 +243,7 @@ def _is_statement(text: str, found: re.Match[str]) -> bool:
 
 
 def _won(winner: str, answer_is_b: bool) -> float:
-    """Return 1 if the sample's answer wins, 0 if it loses, or a half for a tie."""
+    """Return 1 if the sample's answer wins, 0 if it loses, or 0.5 for a tie."""
     if winner not in ("A", "B", "C"):
         raise JudgeError(f"the judge's winner is {winner!r}, not A, B or C")
     return 0.5 if winner == "C" else float((winner == "B") == answer_is_b)

@@ -6,5 +6,5 @@
                    `isolated`), programs in a sandbox (`sandboxed`) and MCP servers (`mcp`)
     vllm           reads calls with the parsers of vLLM, which `template` checks against the chat template
 
-This file imports nothing, so that a process of an isolated tool starts without torch and ray.
+This file imports nothing, so that the process of an isolated tool starts without torch and ray.
 """

@@ -45,7 +45,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Number:
-    """Compute a node of the syntax tree, with exact integers and quotients of integers."""
+    """Compute a node of the syntax tree, with exact integers and exact quotients of integers."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return Fraction(value) if isinstance(value, int) else _finite(value)
@@ -67,7 +67,7 @@ def _known() -> str:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Return the power, and refuse a result that is too long before computing it."""
+    """Return the power, or refuse it before computing if its result is too long."""
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         bits = max(abs(base.numerator).bit_length(), base.denominator.bit_length())
         if bits * abs(exponent) > _MAX_BITS and bits > 1:

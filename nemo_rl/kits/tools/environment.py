@@ -3,8 +3,8 @@
     response ─► parser ─► calls ─► checked ─► made at the same time ─► messages of the role "tool" ─► next response
                    └─ no call ─► grader ─► reward, end of the episode
 
-Invariant: whatever a call does affects only its own sample. A call that cannot be made is counted, and the model gets a
-message about it. A reward always comes from the grader.
+Invariant: a call affects only its own sample. A call that cannot be made is counted, and the model gets a message about
+it. A reward always comes from the grader.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class ToolState(TypedDict):
     episode: str
     """Key under which the environment's process keeps the open tools."""
     counts: dict[str, int]
-    """Counts of the episode so far, see `COUNTS`."""
+    """Counts of the episode so far, by the names in `COUNTS`."""
     tool_s: float
     """Time in seconds that the episode has waited for tools."""
     row: Any
@@ -65,11 +65,11 @@ class CallResult:
     name: str | None = None
     """Name of the called tool, or None if the call could not be read."""
     kind: str | None = None
-    """Name in `COUNTS` under which the call is counted besides `tool_calls`, or None if the tool did its work."""
+    """Name in `COUNTS` under which the call is counted besides `tool_calls`, or None if the tool succeeded."""
 
     @property
     def is_invalid(self) -> bool:
-        """True if the call could not be made."""
+        """Whether the call could not be made."""
         return self.kind in ("malformed_tool_calls", "unknown_tools", "wrong_arguments")
 
 
@@ -111,7 +111,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
     def offered_tools(
         cls, section: ToolEnvironmentConfig, tokenizer: "TokenizerType", place: str
     ) -> list[dict[str, Any]]:
-        """See `EnvironmentInterface.offered_tools`. The method also checks that a parser fits the chat template."""
+        """Return the offered tools, after a check that a parser fits the chat template."""
         try:
             specs = make_toolbox(section).specs
             schemas = [spec.schema for spec in specs.values()]
@@ -189,7 +189,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         self._threads.shutdown(wait=False)
 
     async def _final(self, log: "LLMMessageLogType", state: ToolState) -> EnvironmentReturn[ToolState]:
-        """Let the grader answer a response without a call, and keep its metadata for the grader's next turn."""
+        """Let the grader answer a response without a call, and keep the grader's metadata for its next turn."""
         graded = await self._graded(self._grader.step, log, state["row"])
         rows = [{**state, "row": row} for row in graded.metadata]
         return graded._replace(metadata=rows)

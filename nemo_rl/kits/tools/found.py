@@ -19,7 +19,7 @@ BUILT_IN_TOOLS = {
 }
 """Dotted path of the function or class of each built-in tool."""
 OTHER_NAMES = ("python", "mcp")
-"""Names of entries that stand for other kinds of tools."""
+"""Names of entries that mean other kinds of tools."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class FoundTools:
     """A function that is a tool, or a class of tools with its arguments."""
 
     found: Any
-    """The function, or a subclass of `EpisodeTools`."""
+    """Function, or subclass of `EpisodeTools`."""
     kwargs: Mapping[str, Any]
     """Arguments of the class."""
     specs: Mapping[str, ToolSpec]
@@ -35,7 +35,7 @@ class FoundTools:
 
     @property
     def has_state(self) -> bool:
-        """True for a class, whose objects keep a state."""
+        """Whether the entry is a class, whose objects keep a state."""
         return inspect.isclass(self.found)
 
     def opened(self, metadata: Any) -> tuple[Mapping[str, Callable[..., Any]], Callable[[], None]]:
@@ -56,7 +56,7 @@ def find_tools(name: str, kwargs: Mapping[str, Any], what: str) -> FoundTools:
         what: the configuration key and its value, for messages.
 
     Raises:
-        ConfigError: there is no such object, it is no tool, or its arguments do not fit.
+        ConfigError: there is no such object, it is not a tool, or its arguments do not fit.
     """
     path = BUILT_IN_TOOLS.get(name, name)
     if "." not in path:

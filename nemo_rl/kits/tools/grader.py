@@ -38,19 +38,19 @@ class Grader:
         return self._environment.step([texts], [metadata], **options)
 
     def open_episode(self, metadata: Any) -> Any:
-        """See `EnvironmentInterface.open_episode`."""
+        """Open the episode of a sample (`EnvironmentInterface.open_episode`)."""
         return self._environment.open_episode(metadata) if "open_episode" in self._hooks else EpisodeStart(metadata)
 
     def close_episode(self, metadata: Any) -> Any:
-        """See `EnvironmentInterface.close_episode`."""
+        """Close the episode of a sample (`EnvironmentInterface.close_episode`)."""
         return self._environment.close_episode(metadata)
 
     def post_process(self, batch: "BatchedDataDict[Any]") -> Any:
-        """See `EnvironmentInterface.global_post_process_and_metrics`."""
+        """Correct rewards and return metrics (`EnvironmentInterface.global_post_process_and_metrics`)."""
         return self._environment.global_post_process_and_metrics(batch)
 
     def shutdown(self) -> Any:
-        """See `EnvironmentInterface.shutdown`."""
+        """Release all resources (`EnvironmentInterface.shutdown`)."""
         return self._environment.shutdown()
 
 
@@ -60,7 +60,7 @@ def check_grader(config: GraderConfig | None, place: str, tokenizer: "TokenizerT
     Args:
         config: section of the grader, or None if nothing is graded.
         place: key of the section, for messages.
-        tokenizer: see `EnvironmentInterface.check_section`.
+        tokenizer: as in `EnvironmentInterface.check_section`.
 
     Raises:
         ConfigError: there is no such environment, or its section is wrong.

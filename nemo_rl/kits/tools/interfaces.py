@@ -1,6 +1,6 @@
 """Interfaces of tools: their descriptions, classes with state, the tools of one configuration entry, and open tools.
 
-Invariant: each call of a tool ends in a `ToolOutput`, whatever the tool does.
+Invariant: each call of a tool returns a `ToolOutput`, whatever the tool does.
 """
 
 import abc
@@ -21,7 +21,7 @@ _ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """One tool as a model sees it."""
+    """Description of one tool for a model."""
 
     name: str
     """Name that calls use."""
@@ -128,7 +128,7 @@ type Fault = Literal["error", "timeout"]
 class EpisodeTools:
     """Base class of tools with state. Each public method with type hints and a docstring is a tool.
 
-    An object is constructed with the entry's `kwargs` when an episode begins, and closed when it ends. With
+    An object is constructed with the entry's `kwargs` when an episode begins, and closed when the episode ends. With
     `shared: true` all episodes use one object, whose methods must then be thread-safe.
     """
 
@@ -150,15 +150,15 @@ class ToolOutput:
     text: str
     """Text that the model reads."""
     fault: Fault | None = None
-    """None if the tool did its work, "error" if it failed, or "timeout" if it gave no answer in time."""
+    """None if the tool succeeded, "error" if it failed, or "timeout" if it gave no answer in time."""
 
 
 class OpenTools(abc.ABC):
-    """The tools of one entry that are open for one episode."""
+    """Tools of one entry that are open for one episode."""
 
     @abc.abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """Make a call. Errors of the tool are not raised, but become the output.
+        """Make a call. Errors of the tool are returned as output, not raised.
 
         Args:
             name: name of the tool, which is one of the entry's `specs`.
@@ -170,7 +170,7 @@ class OpenTools(abc.ABC):
 
 
 class ToolSource(abc.ABC):
-    """The tools of one entry of `env.tools.tools`."""
+    """Interface of the tools of one entry of `env.tools.tools`."""
 
     specs: Mapping[str, ToolSpec]
     """Tools by name."""
@@ -183,7 +183,7 @@ class ToolSource(abc.ABC):
             metadata: `extra_env_info` of the prompt.
 
         Raises:
-            Exception: whatever the tool's own code raises. The episode then fails.
+            Exception: any error of the tool's own code. The episode then fails.
         """
 
     async def shutdown(self) -> None:  # noqa: B027  (optional hook)
@@ -194,7 +194,7 @@ _MAX_ERROR_CHARS = 1000
 
 
 def text_of_output(value: Any, max_bytes: int) -> str:
-    """Return a value as text: a string as it is, and any other value as JSON or, if that is impossible, by `str`."""
+    """Return a string unchanged, and any other value as JSON or, if that is impossible, as `str` of the value."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return cut_to_bytes(text, max_bytes)
 
@@ -211,7 +211,7 @@ def cut_to_bytes(text: str, max_bytes: int) -> str:
 
 
 def cut_middle(text: str, max_bytes: int) -> str:
-    """Replace the middle of a text of more than `max_bytes` bytes of UTF-8 by a mark, as both ends may matter."""
+    """Replace the middle of a text of more than `max_bytes` bytes of UTF-8 by a mark, because both ends may matter."""
     encoded = text.encode("utf-8", "replace")
     if len(encoded) <= max_bytes:
         return encoded.decode("utf-8")

@@ -1,4 +1,4 @@
-"""Run tools in processes of their own, so that a tool may hang, die, or use all its memory.
+"""Run tools in separate processes, so that a tool may hang, die, or use all its memory.
 
     environment ── one JSON line for each call ──► `tool_process`: the object of one episode
                 ◄── one JSON line, of limited length ──
@@ -50,7 +50,7 @@ class IsolatedTools(ToolSource):
         self._timeout_s = timeout_s
 
     async def open(self, metadata: Any) -> OpenTools:
-        """See `ToolSource.open`. A function's process starts with its first call.
+        """Open the tools (`ToolSource.open`). A function's process starts with its first call.
 
         Raises:
             ToolProcessError: the process did not start, or the class raised.
@@ -94,7 +94,7 @@ class _OpenIsolated(OpenTools):
             raise ToolProcessError(greeting["error"])
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """See `OpenTools.call`. Calls of one episode run one after another."""
+        """Call a tool (`OpenTools.call`). Calls of one episode run one after another."""
         request = {"tool": name, "arguments": arguments}
         async with self._turn:
             try:

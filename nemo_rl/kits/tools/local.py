@@ -17,7 +17,7 @@ from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, tex
 
 
 class LocalTools(ToolSource):
-    """A function, or a class with one object for each episode or one object for all episodes.
+    """Function, or class with one object for each episode or one object for all episodes.
 
     Args:
         found: the function or class.

@@ -17,13 +17,13 @@ from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, Too
 from nemo_rl.utils.errors import ConfigError
 
 MCP = "mcp"
-"""Name of the entries that stand for MCP servers."""
+"""Name of the entries for MCP servers."""
 START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
 
 
 class McpTools(ToolSource):
-    """The tools of one server program.
+    """Tools of one server program.
 
     Args:
         command: program and arguments.
@@ -68,7 +68,7 @@ class McpTools(ToolSource):
         return server
 
     async def _listed(self) -> dict[str, ToolSpec]:
-        """Start a server, ask for its tools, and stop the server."""
+        """Start a server, request its tools, and stop the server."""
         what = f"the MCP server {' '.join(self._command)!r}"
         server = await self._started()
         try:
@@ -94,7 +94,7 @@ class _McpServer:
 
     @property
     def has_ended(self) -> bool:
-        """True if the server is no longer running."""
+        """Whether the server is no longer running."""
         return self._task is None or self._task.done()
 
     async def start(self) -> None:

@@ -34,11 +34,11 @@ _BEGIN, _END = "<retrieve>", "</retrieve>"
 
 
 class BM25Retriever:
-    """An index of documents, which is searched by words.
+    """Index of documents, which is searched by words.
 
-    The score of a document is the sum over the words of the query of `idf * tf / (tf + k1 * (1 - b + b * length /
-    mean length))` with `idf = ln(1 + (N - n + 0.5) / (n + 0.5))` (Robertson and Zaragoza 2009, in the form of Lucene).
-    Words are lower-case and have two characters or more; common English words are left out.
+    The score of a document is the sum over the words of the query of `idf * tf / (tf + k1 * (1 - b + b * length / mean
+    length))` with `idf = ln(1 + (N - n + 0.5) / (n + 0.5))` (Robertson and Zaragoza 2009, in the form of Lucene). Words
+    are converted to lower case. Words of one character and common English words are left out.
 
     Args:
         num_result: number of documents for each query.
@@ -90,7 +90,7 @@ class BM25Retriever:
         return [(int(position), float(scores[position])) for position in best if scores[position] > 0]
 
     def __call__(self, query: str) -> list[str]:
-        """Return the best documents for a query, beginning with the best one."""
+        """Return the best documents for a query, the best one first."""
         return [self.documents[position] for position, _ in self.ranking(query)]
 
 
@@ -136,7 +136,7 @@ class RAGEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
-        """See `EnvironmentInterface.check_section`. It checks the grader, and the documents if data is read."""
+        """Check the grader, and the documents if data is read (`EnvironmentInterface.check_section`)."""
         cfg = RAGEnvironmentConfig.of(section)
         check_grader(cfg.grader, f"{place}.grader", tokenizer)
         if tokenizer is not None:
@@ -212,7 +212,7 @@ def retriever_of(config: RAGEnvironmentConfig) -> BM25Retriever:
 
 
 def format_documents(documents: Sequence[str]) -> str:
-    """Return documents as one text in which they are numbered."""
+    """Return documents as one numbered text."""
     if not documents:
         return "<result>\nno document\n</result>"
     listed = "\n".join(f"{number}. {text.strip()}" for number, text in enumerate(documents, 1))

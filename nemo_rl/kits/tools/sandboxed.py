@@ -1,8 +1,8 @@
-"""The tool `python`, which runs each call as a program of its own in a sandbox.
+"""Provide the tool `python`, which runs each call as a separate program in a sandbox.
 
 With `stateful`, the earlier programs of the episode run again before the new one, in the same sandbox. Between two
-calls nothing runs, and only the text of the programs is stored. Invariant: whatever a program does affects only its own
-call. The time that a call waits for a free worker does not count against its time limit.
+calls nothing runs, and only the text of the programs is stored. Invariant: a program affects only its own call. The
+time that a call waits for a free worker does not count against its time limit.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from nemo_rl.utils.errors import ConfigError, SandboxError
 logger = logging.getLogger(__name__)
 
 PYTHON = "python"
-"""Name of the entries that stand for this tool."""
+"""Name of the entries for this tool."""
 _KEEPS = " Variables, functions and files of earlier programs are kept."
 _KEEPS_NOT = " Each program starts without the variables and files of earlier ones."
 
@@ -90,7 +90,7 @@ class _Interpreter(OpenTools):
             return self._said(await self._continued(code))
 
     async def _continued(self, code: str) -> ProgramOutcome:
-        """Run a program after the earlier programs, and keep it for later calls if it came to its end."""
+        """Run a program after the earlier programs, and keep it for later calls if it ended."""
         programs = [*self._earlier, code]
         outcome = await self._sandbox.run_async(program_of(programs, {}))
         if came_to_end(outcome):

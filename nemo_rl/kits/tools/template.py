@@ -1,4 +1,4 @@
-"""Check that a parser reads the calls that a chat template writes, and reads them as the same calls.
+"""Check that a parser reads the calls that a chat template writes, without changing them.
 
 A model learns from its template how to write calls. A parser for another format would find no call, and this could go
 unnoticed, because rewards may still rise. Invariant: a run with tools starts only if tools, calls and outputs of tools
@@ -32,7 +32,7 @@ _USUAL = (
     *("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "deepseek_v31", "deepseek_v3", "glm45"),
     *("kimi_k2", "minimax_m2", "granite", "phi4_mini_json", "xlam", "internlm", "jamba"),
 )
-"""Parsers that are tried first, beginning with the most general ones."""
+"""Parsers that are tried first, with the most general ones at the beginning."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RenderedCalls:
 
 
 def response_text(token_ids: Sequence[int], tokenizer: TokenizerType) -> str:
-    """Decode a response. Special tokens are kept, because some formats of calls use them, but not those at its end."""
+    """Decode a response. Special tokens are kept, because some formats of calls use them, except those at the end."""
     ids, special = [int(token) for token in token_ids], set(tokenizer.all_special_ids)
     while ids and ids[-1] in special:
         ids.pop()
@@ -156,7 +156,7 @@ def _opening(before_name: str) -> str:
 
 
 def _without_end(added: str, tokenizer: TokenizerType) -> str:
-    """Return a rendered turn up to, but not including, the token that ends the turn."""
+    """Return a rendered turn without the token that ends the turn."""
     ends = [token for token in (tokenizer.eos_token, "<|im_end|>", "<|eot_id|>") if token and token in added]
     return added[: min((added.index(token) for token in ends), default=len(added))]
 

@@ -19,7 +19,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class Toolbox:
-    """The tools of an environment.
+    """Tools of an environment.
 
     Args:
         sources: the tool sources, one for each entry.
@@ -49,7 +49,7 @@ class Toolbox:
             metadata: `extra_env_info` of the prompt.
 
         Raises:
-            Exception: whatever a tool raises.
+            Exception: any error that a tool raises.
         """
         opened = await asyncio.gather(*(source.open(metadata) for source in self._sources), return_exceptions=True)
         failures = [each for each in opened if isinstance(each, BaseException)]
@@ -65,7 +65,7 @@ class Toolbox:
 
 
 class Episode:
-    """The open tools of one episode."""
+    """Open tools of one episode."""
 
     def __init__(self, opened: Sequence[OpenTools], source_of: Mapping[str, int]) -> None:
         self._opened = opened
@@ -81,7 +81,7 @@ class Episode:
 
 
 def make_toolbox(config: ToolEnvironmentConfig) -> Toolbox:
-    """Find the tools of a section. Each MCP server is started once to ask for its tools.
+    """Find the tools of a section. Each MCP server is started once to request its tools.
 
     Raises:
         ConfigError: an entry cannot be used.

@@ -48,9 +48,9 @@ def _read_prompt(tokenizer: TokenizerType, template: str, variables: str) -> Thi
 
 
 def starts_of_answer(text: str, *, opened: bool = False) -> list[int]:
-    """Return the positions in a response at which the answer may begin, the likeliest one last.
+    """Return the positions in a response at which the answer may begin, with the most likely one last.
 
-    They are the positions after the first and the last `</think>`, and 0 if the text may have no thinking. The prompt
+    The positions are those after the first and the last `</think>`, and 0 if the text may have no thinking. The prompt
     may have opened the thinking, so `<think>` need not be in the text. If the thinking does not end, the list is empty.
 
     Args:
@@ -76,7 +76,7 @@ class ToolCall:
     name: str
     """Tool that the model calls."""
     arguments: dict[str, Any] | None
-    """Arguments, or None if they are no JSON object."""
+    """Arguments, or None if they are not a JSON object."""
 
 
 def parser_names() -> list[str]:
@@ -130,7 +130,7 @@ class CallParser:
             self._new()
 
     def calls(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> list[ToolCall]:
-        """Return the calls of a response, or an empty list if it has no call, or one that cannot be read.
+        """Return the calls of a response, or an empty list if it has none, or a call that cannot be read.
 
         Args:
             text: a response with its special tokens, without the token that ends the turn.
@@ -146,9 +146,9 @@ class CallParser:
         """Return the text of a response without its calls, and the name and arguments of each call as text.
 
         Args:
-            text: see `calls`. If no call can be read, the whole text is returned. Calls in thinking text do not count,
-                and the thinking stays in the returned text.
-            template_kwargs: see `calls`.
+            text: as in `calls`. If no call can be read, the whole text is returned. Calls in thinking text do not
+                count, and the thinking stays in the returned text.
+            template_kwargs: as in `calls`.
         """
         opened = template_kwargs is not None and thinking_of_prompt(self._tokenizer, template_kwargs) == "opened"
         for start in starts_of_answer(text, opened=opened):
@@ -159,7 +159,7 @@ class CallParser:
         return text, []
 
     def _read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
-        with Boundary(Exception) as caught:  # whatever a parser raises, it cannot read the model's text
+        with Boundary(Exception) as caught:  # parsers raise errors of any kind for text that they cannot read
             found = self._new().extract_tool_calls(text, self._request)
         if caught:
             return text, []
@@ -219,7 +219,7 @@ class ReasoningReader:
         if END_OF_THOUGHT not in text and thinking_of_prompt(self._tokenizer, variables) == "ended":
             return None, text
         request = self._request.model_copy(update={"chat_template_kwargs": variables})
-        with Boundary(Exception):  # whatever a parser raises, it cannot read the model's text
+        with Boundary(Exception):  # parsers raise errors of any kind for text that they cannot read
             reasoning, content = self._new(variables).extract_reasoning(text, request)
             return reasoning, content or ""
         return None, text

@@ -1,8 +1,8 @@
-"""Flash attention over many pieces in one call, by torch's kernel or by that of the `flash-attn` package.
+"""Compute flash attention over many pieces in one call, with torch's kernel or that of the `flash-attn` package.
 
 `use_flash_attention` can replace torch's version 2 by version 3. If a piece has more keys than queries, both kernels
 align the causal mask at the bottom right, as plans do (flash-attn since 2.1, from which torch's varlen kernel is
-built). With attention sinks the output is rescaled: the softmax has one more column, and the factor follows from the
+built). With attention sinks, the softmax has one more column. The output is rescaled by a factor that follows from the
 log-sum-exp of the other columns.
 """
 
@@ -48,7 +48,7 @@ def why_not_3(device: torch.device) -> str:
 
 
 def use_flash_attention(version: int, device: torch.device) -> None:
-    """Make this process use a version of flash attention. Version 2 is torch's own and changes nothing.
+    """Make this process use a version of flash attention. Version 2 is torch's default.
 
     Raises:
         ConfigError: version 3 cannot run here.
@@ -81,7 +81,7 @@ def flash_attention(version: int, device: torch.device) -> Iterator[None]:
 
 
 type Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, Scoring], Tensor]
-"""Maps the query `[T, H, D]` and the key and value `[T_k, H_kv, D]` of all pieces to the output `[T, H, D]`."""
+"""Function from query `[T, H, D]`, key and value `[T_k, H_kv, D]` of all pieces to the output `[T, H, D]`."""
 
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
@@ -114,7 +114,7 @@ def _can_run(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def torch_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """Run torch's varlen kernel (see `Kernel`)."""
+    """Run torch's varlen kernel (`Kernel`)."""
     if scoring.sinks is not None:
         return _WithSinks.apply(query, key, value, scoring.sinks, bounds, scoring)
     out = _forward(query, key, value, bounds, scoring)
@@ -123,10 +123,10 @@ def torch_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scor
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, **kwargs: Any) -> Any:
-    # Imported here, because the module imports torch's compiler, which takes two seconds and is not needed on CPUs.
+    # # Imported here, because the module imports torch's compiler, which takes two seconds. CPUs do not need it.
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 has no such argument, and shares key heads without it.
+    # # torch 2.11 has no such argument. It shares key heads by default.
     if "enable_gqa" in _parameters(varlen_attn):
         kwargs["enable_gqa"] = query.shape[1] != key.shape[1]
     window_size = _window_size(bounds, scoring)
@@ -188,7 +188,7 @@ def _by_package(
 
 
 def _window_size(bounds: Bounds, scoring: Scoring) -> tuple[int, int]:
-    """Return the numbers of keys that a query sees left and right of its own key. -1 means all, and is fastest."""
+    """Return how many keys a query sees to the left and right of its own key. -1 means all keys, and is the fastest."""
     window = scoring.window
     return (-1 if window is None or window >= bounds.longest_keys else window - 1, 0)
 

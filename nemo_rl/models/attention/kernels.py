@@ -1,12 +1,12 @@
-"""Compute attention over the pieces of a plan, or over keys and values that a cache keeps.
+"""Compute attention over the pieces of a plan, or over cached keys and values.
 
 `attend` uses the first kernel that supports the layer's scoring, fastest first: torch's varlen flash attention, the
 `flash-attn` package if it is installed (`flash_attn`), and then, piece by piece, torch's scaled-dot-product attention,
 or plain matrix products if scores are capped or the layer has sinks. Invariant: the choice changes only speed and
 rounding.
 
-`CachedPass` attends to tokens of earlier passes too, whose keys and values a cache keeps. The new tokens of all
-sequences are concatenated to one row of the model. Invariant: a token sees the tokens of its own sequence up to itself.
+`CachedPass` also attends to tokens of earlier passes, whose keys and values are in a cache. The new tokens of all
+sequences form one row of the model. Invariant: a token sees the tokens of its own sequence up to itself.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
 
 
 def _run_by_run(runs: Sequence[PieceRun], query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
-    """Compute adjacent pieces of one size in one call, which gives the same bits in three quarters of the time."""
+    """Compute adjacent pieces of equal size in one call, with the same bits in three quarters of the time."""
     queries = query.split([run.queries * run.pieces for run in runs], dim=2)
     keys, values = (tensor.split([run.keys * run.pieces for run in runs], dim=2) for tensor in (key, value))
     return [
@@ -103,8 +103,8 @@ def _mask(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
 def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Compute attention by its definition, with capped scores and sinks. All scores of the piece are in memory.
 
-    `weight_j = exp(s_j) / (sum_k exp(s_k) + exp(sink))`: the sink is one more column of the softmax, which is dropped
-    afterwards. As in grouped-query attention, consecutive query heads share a key head.
+    `weight_j = exp(s_j) / (sum_k exp(s_k) + exp(sink))`: the sink is an additional column of the softmax, which is
+    removed afterwards. As in grouped-query attention, consecutive query heads share a key head.
     """
     shared = (key.shape[1], query.shape[1] // key.shape[1])
     grouped = query.unflatten(1, shared)
@@ -126,29 +126,29 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Te
 
 
 type KeysAndValues = tuple[Tensor, Tensor]
-"""Keys `[places, H_kv, D]` and values `[places, H_kv, D_v]` in the cache of a layer."""
+"""Cached keys `[places, H_kv, D]` and values `[places, H_kv, D_v]` of a layer."""
 
 
 @dataclass(frozen=True)
 class CachedPass:
-    """The new tokens of one forward pass, and the places in the cache of these and of all earlier tokens."""
+    """The new tokens of one forward pass, and the cache positions of new and earlier tokens."""
 
     token_ids: Tensor
     """`[T]` int64, ids of the new tokens."""
     positions: Tensor
     """`[T]` int64, position of each new token in its sequence."""
     new: Tensor
-    """`[T]` int64, places of the new tokens in the cache."""
+    """`[T]` int64, cache positions of the new tokens."""
     seen: Tensor
-    """`[K]` int64, places of all tokens of the sequences, earlier and new, sequence after sequence."""
+    """`[K]` int64, cache positions of the earlier and new tokens of each sequence, one sequence after another."""
     plan: AttentionPlan
     """The tokens of `seen` that each new token sees."""
     last: Tensor
     """`[b]` int64, index of the last token of each sequence among the T tokens."""
     num_places: int
-    """Number of places of the cache."""
+    """Number of positions of the cache."""
     layers: dict[int, KeysAndValues]
-    """Cache of each layer, by the number of the layer; `attend` makes it in the first pass."""
+    """Cache of each layer, by layer number. `attend` allocates it in the first pass."""
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Store a layer's new keys and values in the cache, and compute the attention of the new tokens.

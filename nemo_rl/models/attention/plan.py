@@ -1,4 +1,4 @@
-"""Describe an attention call: the keys that each query of a row sees, as a list of causal pieces, and the scoring.
+"""Describe an attention call by causal pieces, which list the keys that each query of a row sees, and by the scoring.
 
 A piece is a range of queries and the range of keys that they see, under a causal mask aligned at the bottom right: the
 last query sees all keys, and the query before it sees all keys but the last. A padded row is one piece. Each segment of
@@ -23,9 +23,9 @@ class Scoring:
     """Settings with which a layer computes attention weights from queries and keys."""
 
     scaling: float | None = None
-    """Factor on the scores; None means `D ** -0.5`."""
+    """Factor on the scores, or None for `D ** -0.5`."""
     window: int | None = None
-    """Number of keys that a query sees, including the key of its own token; None means all."""
+    """Number of keys that a query sees, including the key of its own token, or None for all keys."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`; None leaves scores unchanged."""
     sinks: Tensor | None = None
@@ -40,7 +40,7 @@ class Scoring:
 
 
 class Piece(NamedTuple):
-    """Queries `[query_start, query_stop)` that see keys `[key_start, key_stop)` causally (see the module docstring)."""
+    """Queries `[query_start, query_stop)` that see keys `[key_start, key_stop)` causally."""
 
     query_start: int
     query_stop: int
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Number of pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a visible key."""
         return self.queries * self.keys - self.queries * (self.queries - 1) // 2
 
 
@@ -102,7 +102,7 @@ class Bounds(NamedTuple):
 class AttentionPlan:
     """The pieces of one row, the same for all rows of a microbatch and all layers.
 
-    The class is no dataclass, because FSDP2 rebuilds dataclasses in a model's arguments and would lose cached values.
+    The class is not a dataclass: FSDP2 rebuilds dataclasses in a model's arguments and would lose cached values.
 
     Args:
         pieces: see the module docstring.
@@ -119,7 +119,7 @@ class AttentionPlan:
         return len(self.pieces) == 1 and self.pieces[0].queries == self.pieces[0].keys
 
     def within(self, window: int | None) -> "AttentionPlan":
-        """Return the plan without keys that are outside of the sliding window of every query of their piece."""
+        """Return the plan without keys that are outside the sliding window of all queries of their piece."""
         if window is None or all(piece.keys == piece.queries for piece in self.pieces):
             return self
         if window not in self._narrowed:
@@ -134,7 +134,7 @@ class AttentionPlan:
         return zip(queries, self._by_piece(key), self._by_piece(value), strict=True)
 
     def runs(self, keys: int) -> list[PieceRun] | None:
-        """Return runs of pieces of the same size, or None if the pieces do not cover the `keys` keys in order."""
+        """Return runs of equal-sized pieces, or None if the pieces do not cover the `keys` keys in order."""
         return self._runs if self._adjoining_keys == keys else None
 
     @cached_property
@@ -144,13 +144,13 @@ class AttentionPlan:
 
     @cached_property
     def _adjoining_keys(self) -> int | None:
-        """Number of keys of all pieces, or None if the pieces do not cover them in order without gaps and overlap."""
+        """Number of keys of all pieces, or None if the pieces have gaps, overlap or are not in order."""
         edges = [0, *(edge for piece in self.pieces for edge in (piece.key_start, piece.key_stop))]
         adjoin = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=False))
         return edges[-1] if adjoin else None
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:
-        """Return keys or values `[b, H, T, D]` piece after piece. Keys in several pieces are repeated."""
+        """Return the keys or values `[b, H, T, D]` of one piece after another. Keys in several pieces are repeated."""
         if self._adjoining_keys == tensor.shape[2]:
             return tensor
         parts = self._by_piece(tensor)
@@ -170,7 +170,7 @@ class AttentionPlan:
     def _by_piece(self, tensor: Tensor) -> list[Tensor]:
         """Return the keys of each piece.
 
-        The tensor is split and not sliced, because the gradient of every slice would be as long as the row.
+        The tensor is split instead of sliced, because the gradient of every slice would be as long as the row.
         """
         ends = {end for piece in self.pieces for end in (piece.key_start, piece.key_stop)}
         edges = sorted({0, tensor.shape[2]} | ends)
@@ -187,11 +187,11 @@ def plan_of_row(length: int) -> AttentionPlan:
 
 
 class PackedRow(AttentionPlan):
-    """The plan of a packed row of segments. Their bounds stay on the device, so that the host does not wait for it.
+    """The plan of a packed row of segments, whose bounds stay on the device so that the host does not wait.
 
     Args:
         bounds: `[S + 1]` int32, start of each segment, and the end of the last.
-        longest: length of the longest segment; None reads it from the bounds.
+        longest: length of the longest segment; if None, it is computed from the bounds.
     """
 
     def __init__(self, bounds: Tensor, longest: int | None) -> None:
@@ -209,7 +209,7 @@ class PackedRow(AttentionPlan):
         return False
 
     def within(self, window: int | None) -> AttentionPlan:
-        """Return the plan itself, because each segment has as many keys as queries, and some query sees each key."""
+        """Return the plan itself, because each segment has as many keys as queries and each key is seen."""
         return self
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:

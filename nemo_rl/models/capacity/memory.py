@@ -1,12 +1,12 @@
 """Describe the predicted memory of a rank that trains, and predict the memory of an engine's rank.
 
 Backends predict a `MemoryPlan` from the `Work` of a rank. Runs show it and compare it with the available memory.
-Invariant: the bytes are those of a rank's tensors. The C library, the communication library and other processes need
-more memory.
+Invariant: only the tensors of a rank are counted. The C library, the communication library and other processes need
+additional memory.
 
 `engine_memory` predicts the memory of one rank of an engine from the model's configuration. As in vLLM
-(`vllm.v1.worker.gpu_worker.Worker.determine_available_memory`), the key-value cache gets the rest of the engine's share
-of the device, after weights and workspace.
+(`vllm.v1.worker.gpu_worker.Worker.determine_available_memory`), the key-value cache gets the part of the engine's share
+of the device that weights and workspace leave.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,12 +24,12 @@ WIDE = 4
 """Bytes of a float32."""
 
 type Moment = Mapping[str, float]
-"""Bytes in use at one point of a step, by the kind of tensor."""
+"""Bytes in use at one point of a step, by kind of tensor."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a rank, which determines its memory."""
+    """The work of a rank, which determines its memory use."""
 
     tokens: int
     """Number of tokens of a microbatch."""
@@ -40,21 +40,20 @@ class Work:
     keeps_reference: bool = False
     """Whether the rank keeps a copy of the initial weights."""
     on_cpu: bool = False
-    """Whether the rank computes on the CPU, so that the memory of the device is that of the host."""
+    """Whether the rank computes on the CPU, where device memory is host memory."""
     keys_per_token: int = 1
     """Number of keys that attention holds for each token of a microbatch; above 1 with `shared_prefixes`."""
     scores_rows: bool = False
-    """Whether a scalar head sees only the last token of each row, as in a reward model, and not all of them, as in a
-    critic."""
+    """Whether a scalar head gets only the last token of each row (reward model) instead of all tokens (critic)."""
 
 
 def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
     """Return the largest number of keys that attention can allocate per token of a packed microbatch.
 
-    If every sequence has a different prompt, sequences share at most a system prompt, which is assumed to be short.
+    If every sequence has its own prompt, sequences share at most a system prompt, which is assumed to be short.
 
     Args:
-        rows_per_prompt: sequences of a batch that begin with the same prompt, including a session's branches.
+        rows_per_prompt: sequences of a batch that begin with the same prompt, including branches of a sample.
     """
     packing, section = policy.sequence_packing, policy.backend_section
     shares = packing.enabled and packing.share_prompts and policy.backend_key == "dtensor_cfg"
@@ -67,7 +66,7 @@ def microbatch_tokens(policy: PolicyConfig, *, trains: bool, rows_per_sample: in
     """Return the number of tokens of the largest microbatch that a policy section allows.
 
     Args:
-        trains: whether the microbatch is one of training.
+        trains: whether the microbatch is used for training.
         rows_per_sample: number of rows of each sample that `train_micro_batch_size` counts; 2 for pairs.
     """
     for way in (policy.sequence_packing, policy.dynamic_batching):
@@ -80,7 +79,7 @@ def microbatch_tokens(policy: PolicyConfig, *, trains: bool, rows_per_sample: in
 def microbatches_in_flight(stage: int, stages: int, chunks: int) -> float:
     """Return the number of microbatches whose activations a pipeline stage holds at the same time.
 
-    One microbatch means the activations of all layers of the stage; interleaved stages hold parts of it. Source:
+    The number refers to activations of all layers of the stage; interleaved stages hold parts of them. Source:
     Narayanan et al. 2021 (arXiv:2104.04473).
 
     Args:
@@ -97,13 +96,13 @@ class MemoryPlan:
     """Predicted memory of one rank, in bytes."""
 
     stays: Moment
-    """Bytes that are held on the device all the time."""
+    """Bytes that are always held on the device."""
     moments: Mapping[str, Moment]
-    """Bytes that are held in addition at each moment of a step, by the name of the moment."""
+    """Additional bytes at each moment of a step, by the name of the moment."""
     host: Moment
     """Bytes in host memory; empty if the rank computes on the CPU."""
     missing: str = ""
-    """Text that names memory which the numbers leave out; empty if none is known."""
+    """Text that names memory missing in the numbers; empty if none is known."""
 
     @property
     def peak_moment(self) -> str:
@@ -112,7 +111,7 @@ class MemoryPlan:
 
     @property
     def certain(self) -> float:
-        """Bytes that a rank holds on the device all the time."""
+        """Bytes that a rank always holds on the device."""
         return sum(self.stays.values())
 
     @property
@@ -121,7 +120,7 @@ class MemoryPlan:
         return self.certain + sum(self.moments[self.peak_moment].values())
 
     def table(self, title: str) -> str:
-        """Format a table in GiB for logs: one line for each kind, one column for each moment."""
+        """Format a table in GiB for logs, with one line per kind and one column per moment."""
         kinds = dict.fromkeys(kind for held in self.moments.values() for kind, size in held.items() if size)
         lines = [f"{title}, GiB on each rank (the most is held in the column {self.peak_moment!r}):"]
         lines.append(_line("", self.moments))
@@ -142,18 +141,18 @@ def _gib(size: float) -> str:
 
 
 _BATCHED_TOKENS, _SEQUENCES = 16384, 1024
-"""Most tokens and sequences in a step of vLLM on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
+"""Maximum of tokens and sequences in a step of vLLM on devices of at least 70 GiB (`get_batch_defaults`)."""
 _WITHOUT_CACHE = ("linear_attention", "conv", "mamba")
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one rank of an engine."""
+    """Bytes of one engine rank."""
 
     weights: float
     """Bytes of the rank's part of the model."""
     workspace: float
-    """Estimated bytes of activations and logits of the largest step."""
+    """Estimated bytes of activations and logits in the largest step."""
     cache_per_token: float
     """Bytes of the keys and values of one token."""
 
@@ -164,7 +163,7 @@ def engine_memory(
     itemsize: int,
     quantization: WeightQuantization | None = None,
 ) -> EngineMemory:
-    """Predict the memory of a rank of the engines that a section describes.
+    """Predict the memory of a rank of the engines of a section.
 
     Args:
         itemsize: bytes of a number in the engine, except for those of a float8 cache.
@@ -187,10 +186,10 @@ def engine_memory(
 
 
 def cached_numbers(text: Any, tensor: int) -> float:
-    """Return how many numbers a rank caches per token: in each layer, keys and values of its heads, or one latent."""
+    """Return how many numbers a rank caches per token: keys and values of its heads in each layer, or one latent."""
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     layers = sum(not kind.startswith(_WITHOUT_CACHE) for kind in kinds)
-    if getattr(text, "kv_lora_rank", None):  # latent attention has one vector for all heads, so every rank caches it
+    if getattr(text, "kv_lora_rank", None):  # every rank caches latent attention's one vector
         return float(layers * (text.kv_lora_rank + text.qk_rope_head_dim))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return float(layers * 2 * -(-heads // tensor) * head_size(text))

@@ -1,10 +1,10 @@
 """Predict the memory of a rank that trains, from a trace of the model on the meta device.
 
 `trace_model` counts a model's parameters and the tensors that autograd saves in a forward pass. The model is built and
-run on torch's meta device, where tensors have shapes and no memory. So the numbers come from the code of the
-architecture itself. Attention and experts are replaced by functions that save the same tensors as the kernels:
-attention its three inputs and its output, experts the intermediate values of each routed token. Invariant: byte counts
-are those of one rank without parallelism.
+run on torch's meta device, where tensors have shapes and no memory. The numbers therefore come from the code of the
+architecture. Attention and experts are replaced by functions that save the same tensors as the kernels: attention saves
+its three inputs and its output, experts save the intermediate values of each routed token. Invariant: byte counts are
+those of one rank without parallelism.
 
 `RankMemory` predicts the memory of one rank of each pipeline stage, and takes the largest. The `mesh_check` of each
 training backend has a subclass that divides the counts by the axes of its mesh, and knows the moments of a step.
@@ -44,11 +44,11 @@ from nemo_rl.models.huggingface.load import torch_dtype
 logger = logging.getLogger(__name__)
 
 GRADIENT_OF_LOGITS = 3
-"""Number of tensors of the size of a chunk of logits that its gradient needs: logits, probabilities, gradient."""
+"""Number of tensors as large as a chunk of logits that its gradient needs: logits, probabilities, gradient."""
 
 _ATTENTION = "nemo_rl_traced"
 _NOT_TRACED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError)
-"""Errors of architectures whose code needs values of tensors, or does not call the attention function."""
+"""Errors of architectures whose code reads values of tensors or does not call the attention function."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Parameters:
         return self.matrices + self.vectors + self.experts
 
     def add(self, parameter: Tensor) -> None:
-        """Add the elements of a tensor. A tensor with three dimensions holds the experts of a layer."""
+        """Add the elements of a tensor. A tensor with three dimensions contains the experts of a layer."""
         kind = {1: "vectors", 3: "experts"}.get(parameter.dim(), "matrices")
         setattr(self, kind, getattr(self, kind) + parameter.numel())
         self.largest = max(self.largest, parameter.numel())
@@ -78,12 +78,12 @@ class Parameters:
 
 @dataclass
 class Activations:
-    """Bytes that a layer keeps for its backward pass."""
+    """Bytes that a layer stores for its backward pass."""
 
     entry: int = 0
     """Bytes of the layer's input."""
     outside: int = 0
-    """Bytes saved outside of the layer's blocks (attention, feed-forward), including the layer's input."""
+    """Bytes saved outside the layer's blocks (attention, feed-forward), including the layer's input."""
     into_blocks: int = 0
     """Bytes of the blocks' inputs."""
     inside: int = 0
@@ -91,7 +91,7 @@ class Activations:
     keys_values: int = 0
     """Bytes of attention's keys and values."""
     kept: int = 0
-    """Bytes of the outputs of matrix products and attention, which selective checkpointing keeps."""
+    """Bytes of the outputs of matrix products and attention that selective checkpointing keeps."""
 
 
 @dataclass
@@ -103,19 +103,19 @@ class ModelTrace:
     embedding: Parameters
     """Parameters of the token embedding."""
     last: Parameters
-    """All other parameters outside of the layers: final norm and head."""
+    """All other parameters outside the layers: final norm and head."""
     tied: bool
-    """Whether the embedding is also the head; if so, it is counted in `embedding` and in `last`."""
+    """Whether the embedding is also the head. If so, both `embedding` and `last` include it."""
     activations: list[Activations]
     """Activations of each decoder layer; empty if the model cannot run on the meta device."""
     others: int
-    """Bytes saved outside of the layers."""
+    """Bytes saved outside the layers."""
     hidden: int
     """Number of elements of a token's hidden state."""
     vocabulary: int
     """Number of rows of the head; 1 for a scalar head."""
     linears: int
-    """Sum of the input and output sizes of all linear layers in decoder layers, which may get adapters."""
+    """Sum of the input and output sizes of all linear layers in decoder layers, to which adapters can be added."""
 
 
 _TRACES: dict[Any, ModelTrace] = {}
@@ -152,9 +152,9 @@ def _trace(
     with torch.device("meta"), no_init_weights():
         try:
             hf = kind.from_config(deepcopy(config), dtype=dtype, attn_implementation=_ATTENTION).train()
-        except (ValueError, KeyError):  # the architecture has its own attention code
+        except (ValueError, KeyError):  # the architecture does not use the attention function
             hf = kind.from_config(deepcopy(config), dtype=dtype).train()
-        hf.tie_weights()  # without initialisation weights are not tied yet
+        hf.tie_weights()  # the model was not initialised, so weights are not tied yet
         layers = decoder_layers(hf)
         recorder = _Recorder(hf, layers, kept_operators)
         try:
@@ -184,7 +184,7 @@ def _run(hf: PreTrainedModel, recorder: "_Recorder", tokens: int) -> None:
     _stand_in_for_experts(hf)
     with recorder.recording():
         ids = torch.zeros(1, tokens, dtype=torch.long)
-        # With a mask, transformers does not search rows for packed sequences, which would read values.
+        # # Without a mask, transformers would read values to find packed sequences in rows.
         body(hf)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
 
@@ -196,7 +196,7 @@ def _count(parameters: Iterable[nn.Parameter]) -> Parameters:
 
 
 class _Recorder:
-    """Counts the tensors that autograd saves, by layer and place in the layer. Of equal layers only one is run."""
+    """Count the tensors that autograd saves, by layer and part of the layer. Of equal layers, only one is run."""
 
     def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module], kept_operators: Collection[str]) -> None:
         self.of_layer: dict[int, Activations] = {}
@@ -217,7 +217,7 @@ class _Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Run a block in which saved tensors are counted. The model cannot be used afterwards."""
+        """Run a block and count its saved tensors. The model cannot be used afterwards."""
         outputs: dict[int, Any] = {}
         for index, (layer, first) in enumerate(zip(self._layers, self._first, strict=True)):
             if index != first:
@@ -237,7 +237,7 @@ class _Recorder:
             _recorders.remove(self)
 
     def product(self, output: Any) -> None:
-        """Count the output of an operator among those that selective checkpointing keeps."""
+        """Count an operator's output that selective checkpointing keeps."""
         if self._layer is not None:
             tensor = output[0] if isinstance(output, tuple) else output
             self.of_layer[self._layer].kept += tensor.untyped_storage().nbytes()
@@ -286,11 +286,11 @@ class _Recorder:
 
 
 _recorders: list[_Recorder] = []
-"""Stack of active recorders; the attention function, which transformers calls, uses the last one."""
+"""Stack of active recorders. The attention function, which transformers calls, uses the last one."""
 
 
 class _Products(TorchDispatchMode):
-    """Passes the outputs that selective checkpointing keeps to a recorder."""
+    """Pass the outputs that selective checkpointing keeps to a recorder."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class _Products(TorchDispatchMode):
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return an output `[b, T, H, D_v]`, and save the same tensors for the backward pass as an attention kernel."""
+    """Return an output `[b, T, H, D_v]`, and save the tensors that an attention kernel saves for the backward pass."""
     recorder = _recorders[-1]
     recorder.attends(key, value)
     output: Tensor = _KeptByAttention.apply(query, key, value)
@@ -334,7 +334,7 @@ class _KeptByExperts(torch.autograd.Function):
 
 
 def _stand_in_for_experts(hf: PreTrainedModel) -> None:
-    """Replace the forward of modules that hold all experts of a layer, because routing depends on values."""
+    """Replace the forward of modules with all experts of a layer, because routing reads values."""
 
     def forward(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = _KeptByExperts.apply(hidden, weights, module.gate_up_proj, module.down_proj)
@@ -371,7 +371,7 @@ class RankMemory(ABC):
 
     @classmethod
     def predict(cls, policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
-        """Return the memory plan of the rank that needs the most memory, for the whole model's configuration."""
+        """Return the memory plan of the rank that needs the most memory, from the model's whole configuration."""
         tokens, dtype = ceil(work.tokens / layout.cp), torch_dtype(policy.precision)
         scores = policy.reward_model_cfg.enabled
         trace = trace_model(model, tokens, dtype, scores=scores, kept_operators=cls.kept_operators)
@@ -391,7 +391,7 @@ class RankMemory(ABC):
 
     @property
     def outside(self) -> list[Parameters]:
-        """Parameters of this stage outside of the layers: embedding in the first stage, norm and head in the last."""
+        """Parameters outside the layers of this stage: embedding in the first stage, norm and head in the last."""
         first, last, trace = self.stage == 0, self.has_head, self.trace
         if last and not (first and trace.tied):
             return [trace.embedding, trace.last] if first else [trace.last]
@@ -414,7 +414,7 @@ class RankMemory(ABC):
         return self.has_head * tensors * min(self.tokens, chunk) * self.trace.vocabulary * WIDE / self.layout.tp
 
     def draft_model(self, shards: int) -> dict[str, float]:
-        """Return the bytes of a draft model's weights, gradients and two moments in float32, if one is trained.
+        """Return the bytes of a trained draft model's weights, gradients and two moments in float32, or 0.
 
         Args:
             shards: number of ranks that divide the tensors.
@@ -426,8 +426,8 @@ class RankMemory(ABC):
     def scalar_head(self) -> float:
         """Return the bytes that the backward pass of a critic's scalar head needs, or 0 for other heads.
 
-        The head has a float32 copy of the hidden states of all tokens, and one of their gradient. A reward model scores
-        only the last token of each row, whose copies are too small to count.
+        The head stores float32 copies of the hidden states of all tokens and of their gradient. The copies of a reward
+        model, which scores only the last token of each row, are too small to count.
         """
         of_tokens = self.has_head and self.trace.vocabulary == 1 and not self.work.scores_rows
         return of_tokens * 2 * self.tokens * self.trace.hidden * WIDE

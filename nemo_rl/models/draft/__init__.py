@@ -1,1 +1,1 @@
-"""Train a draft model with the policy: an EAGLE-3 head that proposes tokens to an engine (`policy.draft`)."""
+"""Train a draft model with the policy. It is an EAGLE-3 head that proposes tokens to an engine (`policy.draft`)."""

@@ -50,11 +50,11 @@ def draft_folder(name: str) -> Path:
 
 
 _DIVIDED = ("pp", "cp")
-"""Axes with which no rank computes all hidden states that the draft model reads."""
+"""Mesh axes with which no rank has all hidden states that the draft model reads."""
 
 
 def check_draft(policy: PolicyConfig) -> Findings:
-    """Yield the reasons why a draft model cannot be trained with the policy, if one is configured.
+    """Yield reasons why the configured draft model, if any, cannot be trained with the policy.
 
     `generation.vllm.speculation.settings` checks whether the engines can use the draft model.
     """

@@ -1,4 +1,4 @@
-"""The draft model as a module (an EAGLE-3 head), and its files.
+"""Define the draft model as a module (an EAGLE-3 head), and read and write its files.
 
     hidden states of tapped layers of the policy  ─► fc ─┐
     embedding of the next token                   ───────┴► decoder layers ─► norm ─► lm_head
@@ -11,7 +11,7 @@ Files in a checkpoint (W = weights folder, O = optimizer folder):
     W/draft/            config.json and model.safetensors, with the names of published heads
     O/draft.pt          moments of the draft model's optimizer, by parameter name
 
-One rank writes whole tensors, and every rank reads its part. So a checkpoint can be read on any number of ranks.
+One rank writes whole tensors and every rank reads its part, so a checkpoint can be read on any number of ranks.
 """
 
 import logging
@@ -43,9 +43,9 @@ from nemo_rl.models.training.torch_backend import Write
 from nemo_rl.utils.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
-"""Name of the embedding that the files of some heads contain. The policy's embedding is used in its place."""
+"""Name of the embedding in the files of some heads. The policy's embedding is used instead."""
 TO_TARGET = "d2t"
-"""Difference between the policy's id and the draft model's id of each token that can be proposed."""
+"""Name of the tensor with the difference between policy id and draft id of each token that can be proposed."""
 
 
 class _Attention(nn.Module):
@@ -110,7 +110,7 @@ class _Layer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The draft model, without the policy's embedding and without a loss (see the module docstring)."""
+    """The draft model, without the policy's embedding and without a loss."""
 
     d2t: Tensor | None
     """`[draft_vocab_size]` int64: policy's id minus own id of each token that can be proposed. None if all can be."""
@@ -163,7 +163,7 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Initialize the weights like those of a Llama model: projections from a normal distribution, norms with 1."""
+        """Initialize the weights as in a Llama model: projections from a normal distribution, norms with 1."""
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
@@ -181,12 +181,12 @@ logger = logging.getLogger(__name__)
 
 FOLDER, MOMENTS = "draft", "draft.pt"
 _NOT_READ = ("t2d",)
-"""Names of tensors that are not read: `t2d` marks the tokens that can be proposed, which also follow from `d2t`."""
+"""Names of tensors that are not read. `t2d` marks the tokens that can be proposed, which `d2t` also defines."""
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def read_weights(head: DraftHead, folder: Path) -> None:
-    """Read the weights of a folder into a draft model in place, in a collective call.
+    """Read the weights of a folder into a draft model in place. The call is collective.
 
     Raises:
         CheckpointError: the folder lacks a tensor or has an unknown one, or a tensor has another shape.
@@ -201,7 +201,7 @@ def read_weights(head: DraftHead, folder: Path) -> None:
     lacking = wanted.keys() - stored.keys()
     if not files or lacking:
         raise CheckpointError(
-            f"{folder} is no draft model of this kind: it lacks {', '.join(sorted(lacking)[:5]) or '*.safetensors'}."
+            f"{folder} is not a draft model of this kind: it lacks {', '.join(sorted(lacking)[:5]) or '*.safetensors'}."
         )
     unknown = stored.keys() - wanted.keys()
     if unknown:
@@ -215,7 +215,7 @@ def read_weights(head: DraftHead, folder: Path) -> None:
 
 
 def prepared_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> Iterator[Write]:
-    """Yield functions that write the draft model's files from copies of its state, in a collective call.
+    """Yield functions that write the draft model's files from copies of its state. The call is collective.
 
     Args:
         paths: folders of the checkpoint; without an optimizer folder only the weights are written.
@@ -227,7 +227,7 @@ def prepared_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths
 
 
 def load_draft(head: DraftHead, optimizer: Optimizer, paths: CheckpointPaths) -> None:
-    """Read the files of `prepared_draft`, if the checkpoint has a draft model, in a collective call.
+    """Read the files of `prepared_draft`, if the checkpoint has a draft model. The call is collective.
 
     Raises:
         CheckpointError: the draft model in the checkpoint has another shape.

@@ -1,4 +1,4 @@
-"""Describe a draft model: its sizes, the layers of the policy that it reads, its `config.json`, its names of tensors.
+"""Describe a draft model: its sizes, the policy's layers that it reads, its `config.json` and its tensor names.
 
 The draft model is an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) as vLLM loads it (`LlamaForCausalLMEagle3`). The
 module does not import torch.
@@ -15,7 +15,7 @@ from nemo_rl.utils.errors import ConfigError
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting", "attention_bias")
-"""Settings of variants that vLLM also loads, but that cannot be trained here."""
+"""Settings of variants that vLLM loads but that cannot be trained here."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class DraftShape:
     num_layers: int
     """Number of decoder layers."""
     vocab_size: int
-    """Number of tokens of the policy."""
+    """Vocabulary size of the policy."""
     draft_vocab_size: int
     """Number of tokens that the draft model can propose."""
     rms_norm_eps: float
-    """Number added to the mean square in each norm."""
+    """Epsilon that each norm adds to the mean square."""
     rope_theta: float
     """Base of the rotary frequencies."""
     max_positions: int
     """Largest number of positions of a sequence of the policy."""
     tapped_layers: tuple[int, ...]
-    """Hidden states of the policy that the draft model reads, each given by the number of decoder layers before it; 0
-    is the embedding. The numbers ascend, because vLLM concatenates the hidden states in this order."""
+    """Hidden states of the policy that the draft model reads, given by the number of decoder layers before each; 0 is
+    the embedding. The numbers are ascending, the order in which vLLM concatenates hidden states."""
     norm_before_residual: bool = False
-    """Whether the residual of the first layer starts after its norm."""
+    """Whether the residual connection of the first layer starts after its norm."""
 
     @property
     def proposes_all(self) -> bool:
@@ -61,7 +61,7 @@ class DraftShape:
     def num_parameters(self) -> int:
         """Number of trained parameters."""
         width, heads = self.hidden_size, (2 * self.num_heads + 2 * self.num_key_value_heads) * self.head_dim
-        # The first layer also reads the embedding, and has a norm for each of its two inputs.
+        # # The first layer also reads the embedding, and has one norm for each input.
         more = (heads - self.num_heads * self.head_dim) * width + width
         each = heads * width + 3 * width * self.intermediate_size + 2 * width
         read = self.target_hidden_size * len(self.tapped_layers) * width
@@ -74,11 +74,11 @@ class DraftShape:
         Args:
             model: Hugging Face configuration of the policy's text model.
             num_layers: decoder layers of the draft model.
-            tapped_layers: see `DraftShape`. None takes one early, one in the middle and one late, as vLLM does.
+            tapped_layers: field of `DraftShape`. If None, an early, a middle and a late layer, as in vLLM.
         """
         heads = int(model.num_attention_heads)
         dim = getattr(model, "head_dim", None) or model.hidden_size // heads
-        if getattr(model, "qk_rope_head_dim", None):  # latent attention has no key heads to copy
+        if getattr(model, "qk_rope_head_dim", None):  # latent attention has no key heads
             dim = model.hidden_size // heads
         count = int(model.num_hidden_layers)
         taps = tuple(sorted(set(tapped_layers))) if tapped_layers is not None else _default_taps(count)
@@ -108,7 +108,7 @@ class DraftShape:
             model: Hugging Face configuration of the policy's text model.
 
         Raises:
-            ConfigError: the model is no EAGLE-3 head, or a variant that cannot be trained.
+            ConfigError: the model is not an EAGLE-3 head, or is a variant that cannot be trained.
         """
         named = (values.get("architectures") or ["none"])[0]
         if named not in _ARCHITECTURES:
@@ -146,7 +146,7 @@ class DraftShape:
         )
 
     def config(self) -> dict[str, Any]:
-        """Return the `config.json` from which vLLM and `read` build the same model."""
+        """Return the `config.json` from which vLLM and `read` build this model."""
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
@@ -184,7 +184,7 @@ def _default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def rope_theta_of(model: Any) -> float:
-    """Return the base of a model's rotary frequencies, or 10,000 if its configuration has none."""
+    """Return the base of a model's rotary frequencies, or 10,000 if its configuration does not set it."""
     return _rope_theta({key: getattr(model, key, None) for key in ("rope_theta", "rope_parameters")})
 
 
@@ -194,18 +194,18 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
 
 
 PREFIX = "draft."
-"""Prefix of the names of the draft model's tensors in a stream of weights."""
+"""Prefix of the draft model's tensors in a stream of weights."""
 _MODULE, _PUBLISHED = "layers.0.", "midlayer."
 
 
 def published(name: str, num_layers: int) -> str:
-    """Return the name that published EAGLE-3 heads use for a tensor. They call a single layer `midlayer`."""
+    """Return a tensor's name in published EAGLE-3 heads, which call a single layer `midlayer`."""
     if num_layers == 1 and name.startswith(_MODULE):
         return _PUBLISHED + name.removeprefix(_MODULE)
     return name
 
 
 def in_module(name: str) -> str:
-    """Return the name that `DraftHead` uses for a tensor of a published EAGLE-3 head."""
+    """Return the name in `DraftHead` of a tensor of a published EAGLE-3 head."""
     name = name.removeprefix("model.")
     return _MODULE + name.removeprefix(_PUBLISHED) if name.startswith(_PUBLISHED) else name

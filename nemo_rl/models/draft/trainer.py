@@ -1,10 +1,10 @@
-"""Build a draft model and train it on the passes of the policy's training.
+"""Build a draft model and train it during the forward and backward passes of the policy.
 
     policy's training pass ─► taps: hidden states of some layers ─┐
                              output head: hidden states, weight   ─┴─► loss ─► gradients of the draft model only
 
-Hidden states are detached before the draft model reads them, it has its own optimizer, and its gradient is clipped
-separately. So the policy's weights are bit for bit the same with a draft model and without one.
+Hidden states are detached before the draft model reads them. The draft model has its own optimizer, and its gradient is
+clipped separately. The policy's weights are therefore bit for bit the same with and without a draft model.
 
 The loss is the cross-entropy with the policy's distribution over the tokens that the draft model can propose:
 
@@ -53,7 +53,7 @@ class DraftSums(NamedTuple):
     agreeing: Tensor
     """Number of positions where policy and draft model have the same most likely token, float64."""
     counted: Tensor
-    """Number of positions that are not left out of the loss, float64."""
+    """Number of positions in the loss, float64."""
 
 
 def draft_loss(
@@ -73,11 +73,11 @@ def draft_loss(
         hidden_KD: hidden states of the policy that predict the same tokens.
         head: the policy's output head, which may have more rows than there are tokens.
         vocab_size: number of tokens of the policy.
-        ids_U: the policy's id of each of the U tokens; None if they are all tokens, in order.
-        chunk_size: number of positions whose logits are in memory at a time; None takes `default_chunk_size`.
+        ids_U: the policy's id of each of the U tokens; None if the draft model can propose all tokens.
+        chunk_size: number of positions whose logits are in memory at a time; if None, `default_chunk_size`.
     """
     size = chunk_size or default_chunk_size(on_gpu=draft_KD.is_cuda)
-    # The sum starts with empty sums, so that a rank without scored positions has a backward pass too.
+    # # The sum starts with empty sums, so that a rank without scored positions also has a backward pass.
     sums = [widen(draft_KD[:0].sum() + weight_UD[:0].sum())]
     counts = [torch.zeros(2, dtype=torch.float64, device=draft_KD.device)]
     for start in range(0, len(draft_KD), size):
@@ -113,9 +113,9 @@ def _of_chunk(
 
 
 class Taps:
-    """Hooks on the policy's embedding and decoder layers, which keep the hidden states of a forward pass.
+    """Hooks on the policy's embedding and decoder layers that store the hidden states of a forward pass.
 
-    Invariant: hidden states are kept in a block of `watching` only, so a recomputation in the backward pass keeps none.
+    Invariant: hidden states are stored only within `watching`, so a recomputation in the backward pass stores none.
 
     Args:
         embedding: module whose output is the embedding of the tokens.
@@ -149,7 +149,7 @@ class Taps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run a block in which the hidden states of a forward pass are kept. They are dropped at its end."""
+        """Run a block in which the hidden states of a forward pass are stored. They are removed at its end."""
         self._watching, self._kept = True, {}
         try:
             yield
@@ -157,11 +157,11 @@ class Taps:
             self._watching, self._kept = False, {}
 
     def embedding(self) -> Tensor:
-        """Return the kept embedding of the tokens."""
+        """Return the stored embedding of the tokens."""
         return self._kept[0]
 
     def tapped(self) -> list[Tensor]:
-        """Return the kept hidden states, in the order of `tapped_layers`."""
+        """Return the stored hidden states, in the order of `tapped_layers`."""
         return [self._kept[number] for number in self._tapped]
 
 
@@ -170,12 +170,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftRows:
-    """The tokens of a microbatch, of which the policy scores K."""
+    """The tokens of a microbatch, with the K positions that the policy scores."""
 
     position_ids_BT: Tensor
     """Position of each token in its sequence."""
     positions_K: Tensor
-    """Indices into the flattened `[B * T]` tokens. The draft model learns the policy's distribution after each."""
+    """Indices into the flattened `[B * T]` tokens after which the draft model learns the policy's distribution."""
     bounds: Tensor | None = None
     """`[S + 1]` int32, start of each sequence of a packed row, and the end of the last. None if each row is one
     sequence."""
@@ -184,17 +184,17 @@ class DraftRows:
 
     @property
     def plan(self) -> AttentionPlan:
-        """The sequences of a row, for attention."""
+        """The attention plan of the sequences of a row."""
         if self.bounds is None:
             return plan_of_row(self.position_ids_BT.shape[1])
         return PackedRow(self.bounds, self.longest)
 
 
 class DraftModel(nn.Module):
-    """Draft model `head` whose forward computes the loss, so that FSDP2 gathers its weights for the loss too.
+    """The draft model with a forward that computes the loss, so that FSDP2 gathers weights for the loss too.
 
     Args:
-        chunk_size: number of positions whose logits are in memory at a time; None takes a default for the device.
+        chunk_size: number of positions whose logits are in memory at a time; if None, the device's default.
     """
 
     def __init__(self, head: DraftHead, chunk_size: int | None = None) -> None:
@@ -226,14 +226,14 @@ class DraftModel(nn.Module):
 
 
 class DraftTrainer:
-    """Trains a draft model on the passes of the policy's training (see the module docstring).
+    """Train a draft model during the policy's passes.
 
     Args:
         model: the draft model, sharded or not.
         taps: hooks on the policy.
         optimizer: optimizer of the draft model's parameters; it gets the policy's learning rate.
-        max_grad_norm: norm to which the draft model's gradient is clipped; None for no clipping.
-        groups: groups of ranks with different tokens, over which sums are reduced one group after another.
+        max_grad_norm: norm to which the draft model's gradient is clipped; if None, it is not clipped.
+        groups: groups of ranks with different tokens. Sums are reduced over one group after another.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class DraftTrainer:
 
     @contextmanager
     def watching(self, rows: DraftRows) -> Iterator[None]:
-        """Run a block in which the draft model learns from the policy's forward pass of a microbatch."""
+        """Run a block in which the draft model is trained on the policy's forward pass of a microbatch."""
         self._rows = rows
         try:
             with self._taps.watching():
@@ -270,7 +270,7 @@ class DraftTrainer:
             self._rows = None
 
     def learn(self, hidden_KD: Tensor, target: OutputHead) -> None:
-        """Add the draft model's gradients for the microbatch of `watching`, or do nothing outside of `watching`.
+        """Add the draft model's gradients for the microbatch of `watching`. Outside of `watching`, do nothing.
 
         Args:
             hidden_KD: the policy's hidden states at the scored positions.
@@ -279,11 +279,11 @@ class DraftTrainer:
         if self._rows is None:
             return
         positions = self._rows.position_ids_BT
-        # The draft model predicts from the position before the policy's, which the first position of a sequence lacks.
+        # # The draft model predicts from the previous position, which a sequence's first position does not have.
         follows_K = positions.flatten().index_select(0, self._rows.positions_K) > 0
         places_K = self._rows.positions_K[follows_K] - 1
         tapped = torch.cat(self._taps.tapped(), -1)
-        embeds = self._taps.embedding().roll(-1, 1)  # wrong at the last position of a sequence, where it is not used
+        embeds = self._taps.embedding().roll(-1, 1)  # the last position of a sequence is wrong, but not used
         bias = None if target.bias_V is None else target.bias_V.detach()
         frozen = OutputHead(target.weight_VD.detach(), bias, target.transform, target.group)
         with torch.enable_grad():
@@ -293,7 +293,7 @@ class DraftTrainer:
         self._sums += torch.stack([sums.loss.detach().double(), sums.agreeing, sums.counted])
 
     def end_passes(self) -> dict[str, float]:
-        """Finish the gradient of an update and return its metrics, equal on all ranks, in a collective call."""
+        """Finish the gradient of an update, and return metrics that are equal on all ranks. The call is collective."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         for group in self._groups:
             dist.all_reduce(sums, group=group)
@@ -334,10 +334,10 @@ class DraftTrainer:
         self._sums.zero_()
 
     def held_weights(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[Readable]:
-        """Yield the draft model's tensors for the stream of weights, after the policy's tensors.
+        """Yield the draft model's tensors for the weight stream, after the policy's tensors.
 
         Args:
-            dtype: type to which floating-point tensors are cast; None keeps float32.
+            dtype: type to which floating-point tensors are cast; if None, float32 is kept.
         """
         for number, (name, tensor) in enumerate(self.head.state_dict(keep_vars=True).items()):
             place, order = block_here(tensor), (sys.maxsize, number)
@@ -356,7 +356,7 @@ def _read(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> list[Tens
 def build_draft_model(
     config: PolicyConfig, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device, seed: int
 ) -> DraftModel:
-    """Build the draft model of a policy section in a collective call.
+    """Build the draft model of a policy section. The call is collective.
 
     FSDP2 shards it separately from the policy, because its backward pass runs inside the policy's forward pass.
 

@@ -1,1 +1,1 @@
-"""PyTorch-native training of Hugging Face models: sharding, attention, optimizer, checkpoints."""
+"""Train Hugging Face models with PyTorch: sharding, attention, optimizer, checkpoints."""

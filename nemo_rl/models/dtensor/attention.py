@@ -1,18 +1,18 @@
-"""The attention function for training, for padded rows, packed rows and rows divided over ranks, and its check.
+"""Compute attention for training, on padded rows, packed rows and rows divided over ranks, and check the function.
 
 transformers calls the function, which is registered as `VARLEN_ATTENTION`. Keyword arguments of the model's forward say
 which tokens belong together: `cu_seq_lens_q` for packed rows (`models.training.inputs`), or `divided_row` for rows that
 several ranks share.
 
-Invariant: token i of a sequence attends to tokens j <= i of the same sequence, within the layer's sliding window, and
-to nothing else; unsupported arguments are refused, not approximated. The layer's window takes the place of its mask
-(`_window_mask`), because not every architecture passes the window as a separate argument.
+Invariant: token i of a sequence attends only to tokens j <= i of the same sequence within the layer's sliding window.
+Unsupported arguments are refused. The layer's window replaces its mask (`_window_mask`), because some architectures do
+not pass the window as a separate argument.
 
 `choose_attention` uses the registered function only if a check on the model passes. The check scores two sequences
 twice: padded, by the model's own attention, and in the layout of training (packed, padded or divided), by the
-registered function. The outputs differ if a mask holds more than causality and windows, or if tokens interact outside
-attention, as in state-space or convolution layers. They also differ if the model builds masks or positions itself.
-Sliding windows are shortened during the check, so that its two short sequences are longer than the windows.
+registered function. The outputs differ if a mask contains more than causality and windows, or if tokens interact
+outside attention, as in state-space or convolution layers. They also differ if the model builds masks or positions
+itself. Sliding windows are shortened during the check, so that its two short sequences are longer than the windows.
 """
 
 import logging
@@ -40,16 +40,16 @@ _REFUSED_ARGUMENTS = ("position_bias", "head_mask")
 
 
 class DividedRow(Protocol):
-    """A row whose tokens are on other ranks, or in another order, than attention needs."""
+    """A row whose tokens are on other ranks or in another order than attention needs."""
 
     plan: AttentionPlan
     """The pieces of the row, as positions in the tensors that `enter` returns."""
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Redistribute query, key and value `[b, H, t, D]` over the ranks and order their tokens as `plan` expects."""
+        """Redistribute query, key and value `[b, H, t, D]` over the ranks, and order their tokens as `plan` expects."""
 
     def leave(self, out: Tensor) -> Tensor:
-        """Move the output `[b, H, T, D]` back to the ranks and the order of the queries."""
+        """Move the output `[b, H, T, D]` back to the queries' ranks and order."""
 
     def heads_of(self, per_head: Tensor) -> Tensor:
         """Select the entries of a per-head tensor `[H]` for the heads that `enter` returns."""
@@ -70,9 +70,9 @@ def varlen_attention(
     divided_row: DividedRow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention inside each segment of a packed row, or inside each row if not packed.
+    """Compute causal attention within each segment of a packed row, or within each row that is not packed.
 
-    The signature is the one with which transformers calls attention functions.
+    transformers calls attention functions with this signature.
 
     Args:
         module: the attention layer.
@@ -80,14 +80,14 @@ def varlen_attention(
         key: `[b, H_kv, T, D]`.
         value: `[b, H_kv, T, D_v]`.
         attention_mask: the result of `_window_mask`, which is the layer's window as a 0-d int64 tensor, or None. It
-            holds no segment boundaries; these come from `cu_seq_lens_q` or `divided_row`.
+            contains no segment boundaries. They are in `cu_seq_lens_q` or `divided_row`.
         dropout: attention dropout probability.
-        scaling: factor on the scores; None means `D ** -0.5`.
+        scaling: factor of the scores; if None, `D ** -0.5`.
         softcap: bound of the scores; see `Scoring`.
         s_aux: `[H]` attention sinks; see `Scoring`.
         cu_seq_lens_q: `[S + 1]` int32 segment boundaries in the packed row; None for plain rows.
         max_length_q: length of the longest segment.
-        divided_row: moves the tokens of a row that is divided over ranks, and holds its segments.
+        divided_row: a row that is divided over ranks: its segments, and functions that move its tokens.
         **kwargs: other arguments of the model; arguments that change the scores are refused.
 
     Returns:
@@ -119,18 +119,18 @@ def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs
         given.append("is_causal=False")
     if given:
         raise ConfigError(
-            f"{type(module).__name__} asks its attention for {', '.join(given)}, which causal attention within "
-            "sequences cannot honour."
+            f"{type(module).__name__} passes {', '.join(given)} to its attention, which causal attention within "
+            "sequences does not support."
         )
 
 
 def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """Return a layer's sliding window in place of its mask. transformers calls this to make the mask."""
+    """Return a layer's sliding window instead of its mask. transformers calls this to make the mask."""
     return None if local_size is None else torch.tensor(local_size)
 
 
 def register_varlen_attention() -> str:
-    """Register the implementation with transformers, and return its name for `attn_implementation`."""
+    """Register the function with transformers, and return its name for `attn_implementation`."""
     AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
     AttentionMaskInterface.register(VARLEN_ATTENTION, _window_mask)
     return VARLEN_ATTENTION
@@ -139,11 +139,11 @@ def register_varlen_attention() -> str:
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
-"""Maps a model and its inputs to the `[b, T, ...]` outputs that are compared."""
+"""Function from a model and its inputs to the `[b, T, ...]` outputs that are compared."""
 
 _LENGTHS = (11, 9)
 _ALIKE = 5
-"""Number of tokens at the start that both sequences share."""
+"""Number of equal tokens at the start of both sequences."""
 _STRIDE = 7
 _WINDOW = 4
 _WITHOUT_DIVISION = "Set policy.dtensor_cfg.context_parallel_size=1 for this model."
@@ -157,7 +157,7 @@ def logits(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
 def use_registered_attention(
     model: PreTrainedModel, *, packed: bool, divided: bool, forward: Forward = logits
 ) -> PreTrainedModel:
-    """Set the registered attention on a model if its outputs equal those of the model's own, which stays otherwise.
+    """Set the registered attention on a model if outputs stay equal. Otherwise, keep the model's own attention.
 
     Args:
         model: the unsharded model with its real weights.
@@ -182,7 +182,7 @@ def use_registered_attention(
     except ConfigError as error:
         if packed or divided:
             raise
-        if own == VARLEN_ATTENTION:  # the model was loaded with the registered attention
+        if own == VARLEN_ATTENTION:  # the model already has the registered attention
             own = "eager"
         model.set_attn_implementation(own)
         logger.info("%s keeps its own attention (%s): %s", type(model).__name__, own, error)
@@ -190,7 +190,7 @@ def use_registered_attention(
 
 
 def verify_packing(model: PreTrainedModel, forward: Forward = logits) -> None:
-    """Check that packed sequences score like padded sequences in the model's own attention.
+    """Check that packed sequences give the outputs of padded sequences in the model's own attention.
 
     Args:
         model: the unsharded model, with `attn_implementation=VARLEN_ATTENTION`.
@@ -203,7 +203,7 @@ def verify_packing(model: PreTrainedModel, forward: Forward = logits) -> None:
 
 
 def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
-    """Check that tokens interact in attention only, so that with given positions their order in the row has no effect.
+    """Check that tokens interact in attention only. Their order in the row then has no effect if positions are given.
 
     Context parallelism needs this, because each rank holds only some of the tokens.
 
@@ -218,7 +218,7 @@ def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
 
 
 def verify_shared_prompts(model: PreTrainedModel, forward: Forward = logits) -> None:
-    """Check that packed sequences with one copy of their prompt score like padded sequences.
+    """Check that packed sequences with one copy of their prompt give the outputs of padded sequences.
 
     Args:
         model: the unsharded model, with `attn_implementation=VARLEN_ATTENTION`.
@@ -231,14 +231,14 @@ def verify_shared_prompts(model: PreTrainedModel, forward: Forward = logits) -> 
 
 
 type _LayOut = Callable[[list[Tensor]], tuple[dict[str, Any], Callable[[Tensor], Tensor]]]
-"""Maps segments to a model's arguments and to a function that puts its outputs into the order of the tokens."""
+"""Function from segments to the arguments of a model, and to a function that sorts its outputs by token."""
 
 
 @torch.no_grad()
 def _verify(model: PreTrainedModel, forward: Forward, layout: str, lay_out: _LayOut, way_out: str = "") -> None:
     name = type(model).__name__
     if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
-        raise ConfigError(f"{name} uses chunked attention, which the registered attention does not know. {way_out}")
+        raise ConfigError(f"{name} uses chunked attention, which the registered attention does not support. {way_out}")
     device = next(model.parameters()).device
     tokens = (torch.arange(sum(_LENGTHS), device=device) * 7 + 3) % model.config.get_text_config().vocab_size
     tokens[_LENGTHS[0] :][:_ALIKE] = tokens[:_ALIKE]
@@ -286,7 +286,7 @@ def _packed(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], 
 
 
 def _shuffled(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
-    """Lay out one packed row in an order in which no two neighbouring tokens stay next to each other."""
+    """Lay out one packed row in an order in which all neighbouring tokens are separated."""
     packed = packed_model_inputs(segments)
     order = torch.arange(sum(_LENGTHS), device=segments[0].device) * _STRIDE % sum(_LENGTHS)
     row = _Shuffled(order)
@@ -339,19 +339,19 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def attention_to_load(config: PolicyConfig) -> str | None:
-    """Return the `attn_implementation` to load a model with, or None to let the architecture choose.
+    """Return the `attn_implementation` for loading a model, or None if the architecture chooses.
 
     Packed rows need the registered attention. A model that sees only a part of each row also needs it, because
     transformers would build the masks from that part alone.
     """
-    registered = register_varlen_attention()  # in any case, because `choose_attention` may choose it later
+    registered = register_varlen_attention()  # always, because `choose_attention` may choose it later
     asked = config.dtensor_cfg
     partial_rows = asked.context_parallel_size > 1 or asked.sequence_parallel
     return registered if config.sequence_packing.enabled or partial_rows else None
 
 
 def choose_attention(probe_model: PreTrainedModel, config: PolicyConfig, forward: Forward = logits) -> str:
-    """Return the name of the attention for an architecture: the registered one if it does not change the outputs.
+    """Return the name of an architecture's attention: the registered one if it does not change the outputs.
 
     Args:
         probe_model: an unsharded model of the architecture, with weights.
@@ -366,14 +366,14 @@ def choose_attention(probe_model: PreTrainedModel, config: PolicyConfig, forward
     chosen: str = probe_model.config._attn_implementation
     if asked.sequence_parallel and chosen != VARLEN_ATTENTION:
         raise ConfigError(
-            f"{type(probe_model).__name__} masks its attention in its own way, which it cannot do from a part of each "
-            "row. Set policy.dtensor_cfg.sequence_parallel=false for this model."
+            f"{type(probe_model).__name__} masks its attention in its own way, which is impossible with a part of "
+            "each row. Set policy.dtensor_cfg.sequence_parallel=false for this model."
         )
     return chosen
 
 
 def can_share_prompts(probe_model: PreTrainedModel, config: PolicyConfig, forward: Forward = logits) -> bool:
-    """Return whether packed rows may hold one copy of a prompt that several sequences begin with.
+    """Return whether packed rows may contain a single copy of a prompt that several sequences share.
 
     Return False if this is not configured, if context or pipeline parallelism is used, or if outputs would differ.
 

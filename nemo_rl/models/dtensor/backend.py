@@ -1,7 +1,7 @@
-"""The PyTorch-native training backend on one rank: FSDP2 over a Hugging Face model.
+"""Implement the PyTorch-native training backend of one rank: FSDP2 over a Hugging Face model.
 
 `DTensorBackend` implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray
-actor, and tests build it in plain processes. The process group must exist before.
+actor, and tests build it in plain processes. The process group must already exist.
 
 Invariant: master weights are float32 and sharded over the data-parallel mesh. Before weights are read or changed, the
 gathered copies of FSDP2 are freed, so that none becomes stale. With LoRA the loaded weights are the reference and do
@@ -76,12 +76,12 @@ logger = logging.getLogger(__name__)
 
 
 class DTensorBackend(TorchBackend):
-    """The `PolicyBackend` of FSDP2 (see the module docstring).
+    """The `PolicyBackend` of FSDP2.
 
     Args:
         device: this rank's device; its type is the mesh's device type.
-        layout: sizes of the mesh axes; None derives them from the configuration and the number of ranks.
-        init_optimizer: make optimizer and schedule (a frozen scorer needs none).
+        layout: sizes of the mesh axes; if None, they follow from the configuration and the number of ranks.
+        init_optimizer: make optimizer and schedule (a frozen model needs none).
         init_reference_model: keep a CPU copy of the initial weights; with LoRA the frozen base is used instead.
         seed: run seed, for the initial values of adapters or of a new scalar head.
         build: makes the model; collective.
@@ -117,7 +117,7 @@ class DTensorBackend(TorchBackend):
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
-        # The load of experts counts a prompt's tokens in every row that has the prompt, so prompts cannot be shared.
+        # # Routing statistics count a prompt's tokens in every row with the prompt, so prompts cannot be shared.
         drafts = config.draft.enabled and init_optimizer
         self.shares_prompts = built.shares_prompts and self._balance is None and not drafts
         if not (init_optimizer or init_reference_model) and _stores_compute_precision(device):
@@ -146,7 +146,7 @@ class DTensorBackend(TorchBackend):
         self._draft = self.model.draft = self._draft_trainer(config, meshes, seed) if drafts else None
 
     def _draft_trainer(self, config: PolicyConfig, meshes: Meshes, seed: int) -> DraftTrainer:
-        """Build the draft model and its optimizer, which has the policy's settings."""
+        """Build the draft model and its optimizer, with the policy's settings."""
         assert config.optimizer is not None, "checked before"
         model = build_draft_model(config, meshes.fsdp, torch_dtype(config.precision), self.device, seed)
         taps = Taps(
@@ -199,20 +199,20 @@ class DTensorBackend(TorchBackend):
         reshard(self.model)
 
     def _teaching(self, inputs: ModelInputs, backward: bool) -> AbstractContextManager[None]:
-        """Let the draft model, if there is one, learn from the forward pass of a training microbatch."""
+        """Let the draft model, if there is one, learn from the forward pass of a microbatch."""
         if self._draft is None or not backward:
             return nullcontext()
         return self._draft.watching(_draft_rows(inputs))
 
     def _enter(self, inputs: ModelInputs) -> None:
-        """Let the routers replay the experts of a microbatch, if they replay any."""
+        """Let the routers replay the recorded experts of a microbatch, if there are any."""
         if self._replay is not None:
             self._replay.use(inputs)
 
     def _check_further_inputs(self, microbatches: Sequence[ModelInputs]) -> None:
-        """Refuse inputs that the body's forward has no parameter for, and positions that its own masks may misread.
+        """Refuse inputs that the model's forward does not have, and positions that its own masks may misread.
 
-        Without an attention mask, transformers takes a jump in the positions for the start of another sequence.
+        Without an attention mask, transformers interprets a jump in the positions as the start of another sequence.
         """
         names = {name for inputs in microbatches for name in inputs.further_names}
         if names:
@@ -221,7 +221,7 @@ class DTensorBackend(TorchBackend):
         if own_masks and any("position_ids" in inputs.model_inputs for inputs in microbatches):
             raise ConfigError(
                 f"Rows compute their own positions, but {type(self.model.hf).__name__} keeps its own attention masks, "
-                "which may take a step in the positions for a new sequence. Use rows without a position rule."
+                "which may interpret a step in the positions as a new sequence. Use rows without a position rule."
             )
 
     def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None = None) -> tuple[Tensor, Tensor]:
@@ -236,7 +236,7 @@ class DTensorBackend(TorchBackend):
 
     @torch.no_grad()
     def _survey(self, microbatches: Sequence[ModelInputs], balance: ExpertBalance) -> None:
-        """Record how the tokens of an update are routed to experts, without computing their scores."""
+        """Record the routing of an update's tokens to experts, without computing scores."""
         self.model.eval()
         for inputs in microbatches:
             unscored = replace(inputs, positions_K=inputs.positions_K[:0], targets_K=inputs.targets_K[:0])
@@ -245,13 +245,13 @@ class DTensorBackend(TorchBackend):
         balance.end_survey()
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`. With experts, it adds their load and the share of replayed tokens."""
+        """Return the metrics of an update, with the load of experts and the share of replayed tokens."""
         balance = {} if self._balance is None else self._balance.end_update()
         draft = {} if self._draft is None else self._draft.end_passes()
         return balance | draft | ({} if self._replay is None else self._replay.counts.end_update())
 
     def clip_and_step(self) -> tuple[float, bool]:
-        """See `PolicyBackend.clip_and_step`. The update is dropped if the gradient is not finite."""
+        """Update the weights unless the clipped gradient is not finite (`PolicyBackend.clip_and_step`)."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
         sum_shared_gradients(self.model.hf)
         norm = clip_gradients(
@@ -293,7 +293,7 @@ class DTensorBackend(TorchBackend):
             self.scheduler.step()
 
     def learning_rate(self) -> float:
-        """Learning rate of the first parameter group, or 0 without an optimizer."""
+        """Return the learning rate of the first parameter group, or 0 without an optimizer."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
 
     @override
@@ -320,7 +320,7 @@ class DTensorBackend(TorchBackend):
         return {names[id(layer)]: layer for layer in decoder_layers(self.model.hf)}
 
     def modules_here(self) -> dict[str, nn.Module]:
-        """See `PolicyBackend.modules_here`. It adds modules outside the layers, such as embedding and last norm."""
+        """Return the modules of this rank, including modules outside the layers, such as embedding and last norm."""
         return {name: module for name, module in self.model.hf.named_modules() if name}
 
     @override
@@ -328,7 +328,7 @@ class DTensorBackend(TorchBackend):
         return hidden_tD if self._context is None else self._context.join(hidden_tD.to(self.device)).cpu()
 
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
-        """See `PolicyBackend.held_weights`.
+        """Yield the weights of this rank (`PolicyBackend.held_weights`).
 
         Args:
             dtype: type to which floating-point tensors are cast, except those that stay float32; None casts nothing.
@@ -359,7 +359,7 @@ class DTensorBackend(TorchBackend):
         return ReadableWeights(chain(own, drafts), self.device, finish)
 
     def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Return a weight on this rank's device in the receiver's dtype."""
+        """Return a weight on this rank's device, in the receiver's dtype."""
         if tensor.device != self.device:
             tensor = tensor.to(self.device)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -379,7 +379,7 @@ class DTensorBackend(TorchBackend):
         free_cache(self.device)
 
     def staged(self, name: str, tensor: Tensor) -> Tensor:
-        """See `TorchBackend.staged`. The next save reuses the memory."""
+        """Copy the state for a background save (`TorchBackend.staged`). The next save reuses the memory."""
         return self._staged.store(name, tensor)
 
     @override
@@ -421,5 +421,5 @@ def _draft_rows(inputs: ModelInputs) -> DraftRows:
 
 
 def _stores_compute_precision(device: torch.device) -> bool:
-    """Return whether a frozen model is held in its compute precision (on GPUs) and not as it was loaded (on CPUs)."""
+    """Return whether a frozen model is stored in its compute precision (GPUs), not in its loaded precision (CPUs)."""
     return device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Build the model of a policy section, check and adapt it, and leave its weights in the files.
+"""Build, check and adapt the model of a policy section, without reading its weights.
 
 Afterwards `parallelize.shard` divides the model among the ranks, and `lazy_weights` reads each rank's part. Invariant:
 rank 0 tests the settings on a small probe model, and all ranks raise an error for settings that are not supported.
@@ -54,7 +54,7 @@ def decide_on_rank0[AnswerT](find_out: Callable[[], AnswerT]) -> AnswerT:
 
 @dataclass(frozen=True)
 class Found:
-    """Features that an architecture supports, tested on a small probe model."""
+    """Features that an architecture supports, as tested on a small probe model."""
 
     attention: str
     """Name of the attention function to use."""
@@ -73,11 +73,11 @@ class Built:
     lazy_weights: LazyWeights
     """The files with the weights."""
     shares_prompts: bool
-    """See `Found`."""
+    """Features that the architecture supports."""
 
 
 def build_model(config: PolicyConfig, seed: int) -> Built:
-    """Build, check and adapt the model in float32, in a collective call.
+    """Build, check and adapt the model in float32. The call is collective.
 
     Args:
         seed: run seed, for the initial values of adapters or of a new scalar head.
@@ -101,17 +101,17 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
 
 
 def longest_sequence(config: PolicyConfig) -> int:
-    """Return the length, in tokens, of the longest sequence that a model and its engines may see."""
+    """Return the length in tokens of the longest sequence that a model and its engines may get."""
     scores = config.reward_model_cfg.enabled
     engine = config.generation.engine if config.generation is not None and not scores else None
     return engine.max_model_len if engine is not None else config.max_total_sequence_length
 
 
 def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) -> CausalLMWithLogprobs | RewardModel:
-    """Wrap a model after setting its attention, freezing its modules for images or sound and adding its adapters.
+    """Wrap a model after setting its attention, freezing modules for images or sound, and adding adapters.
 
     Args:
-        hf: the unsharded model, with weights or without.
+        hf: the unsharded model, with or without weights.
         found: the features that its architecture supports.
         seed: run seed, for the adapters' initial values.
 
@@ -131,10 +131,10 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
 
 
 def try_out(probe_model: PreTrainedModel, context: int, config: PolicyConfig) -> Found:
-    """Test on a small probe model which features the architecture supports.
+    """Test on a small probe model which features an architecture supports.
 
     The features are: division into stages, the attention function, shared prompts, and the operations after the output
-    head. A reward model is first checked for a scoring head, and has no operations after it.
+    head. A reward model is first checked for a scoring head, after which it must have no operations.
 
     Raises:
         ConfigError: the architecture does not support the settings.

@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group divide the tokens of each row.
+"""Implement context parallelism, in which the ranks of a group divide the tokens of each row.
 
 Only attention combines tokens, so a rank runs the rest on its own tokens. Attention sees whole rows, by two methods:
 
@@ -6,8 +6,8 @@ Only attention combines tokens, so a rank runs the rest on its own tokens. Atten
 * `ulysses`: the ranks exchange tokens for heads (Jacobs et al. 2023, arXiv:2309.14509), and each rank computes
   attention for all tokens in its share of the heads.
 
-A row is cut into `2 * cp` chunks, and each rank takes two: the chunk with the most work is paired with the chunk with
-the least. For one long sequence these are chunks r and `2 * cp - 1 - r`, as in Llama 3 (arXiv:2407.21783, section
+A row is cut into `2 * cp` chunks, two for each rank. The chunk with the most work is paired with the chunk with the
+least work. For one long sequence these are chunks r and `2 * cp - 1 - r`, as in Llama 3 (arXiv:2407.21783, section
 3.3.2). Invariant: each rank computes the gradient of its own tokens only, so gradients are summed over these ranks as
 over data-parallel ranks. The scores that this module returns are those of whole rows.
 """
@@ -37,7 +37,7 @@ class Chunks:
     """Division of a row into chunks, two for each rank."""
 
     rank: int
-    """This rank."""
+    """Index of this rank."""
     by_rank: Sequence[int]
     """All chunks, two for each rank, in the order of the ranks."""
     edges: Sequence[int]
@@ -58,12 +58,12 @@ class Chunks:
 
     @property
     def mine(self) -> Sequence[int]:
-        """This rank's chunks, the earlier first."""
+        """This rank's chunks, the earlier one first."""
         return self.by_rank[2 * self.rank : 2 * self.rank + 2]
 
     @property
     def pieces(self) -> list[Piece]:
-        """Pieces of attention of this rank's queries over the keys of the whole row."""
+        """Pieces of attention of this rank's queries, with the keys of the whole row."""
         length = self.edges[-1] // self.count
         early, late = self.mine
         return [*_pieces(self.edges, self.count, early, 0), *_pieces(self.edges, self.count, late, length)]
@@ -74,7 +74,7 @@ class Chunks:
         return torch.cat([parts[chunk] for chunk in self.mine], dim=1)
 
     def own(self, positions_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Map positions in flattened `[b, T]` rows to this rank's flattened `[b, t]`.
+        """Convert positions in flattened `[b, T]` rows to positions in this rank's flattened `[b, t]` rows.
 
         Args:
             positions_K: `[K]` positions in the whole rows.
@@ -101,7 +101,7 @@ class Chunks:
 
 
 def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Piece]:
-    """Cut chunk `chunk` of `count` chunks at the borders of sequences. `place` is the index of its first query."""
+    """Cut chunk `chunk` of `count` chunks at the boundaries of sequences. `place` is the index of its first query."""
     length = edges[-1] // count
     begin, end = chunk * length, (chunk + 1) * length
     met = [
@@ -112,7 +112,7 @@ def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Pi
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """One rank's part of a microbatch."""
+    """One rank's tokens of a microbatch."""
 
     inputs: ModelInputs
     """The rank's tokens, positions and targets."""
@@ -159,7 +159,7 @@ class ContextParallel:
             [0, length] if bounds is None else bounds.tolist(), self._ranks, self._rank
         )
         own = {key: chunks.take(value) for key, value in whole.items()}
-        positions_K, is_own = chunks.own(inputs.positions_K.cpu())  # on a GPU `nonzero` would wait as long
+        positions_K, is_own = chunks.own(inputs.positions_K.cpu())  # on a GPU, `nonzero` would wait as long
         mine_k = is_own.nonzero()[:, 0]
         places = to_device(mine_k, tokens.device)
         mine = replace(
@@ -175,7 +175,7 @@ class ContextParallel:
     def divided(
         self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep
     ) -> tuple[list[ModelInputs], ForwardStep]:
-        """Return this rank's tokens of all microbatches, and a `forward_step` that gets the scores of whole rows."""
+        """Return this rank's tokens of all microbatches, and a `forward_step` that gets scores of whole rows."""
         owned = [self.divide(inputs) for inputs in microbatches]
 
         def step(index: int, first: Tensor, second: Tensor) -> Tensor | None:
@@ -184,12 +184,12 @@ class ContextParallel:
         return [own.inputs for own in owned], step
 
     def collect(self, own: OwnTokens, values: Tensor) -> Tensor:
-        """Collect all ranks' values `[K, ...]` of a microbatch, with a gradient for the rank's own values only."""
+        """Collect the values `[K, ...]` of all ranks for a microbatch. Only the rank's own values have a gradient."""
         whole = values.new_zeros((own.num_scores, *values.shape[1:])).index_copy(0, own.places, values)
         return all_reduce(whole, self._group)
 
     def join(self, hidden_tD: Tensor) -> Tensor:
-        """Gather the hidden states `[T, D]` of the row that was divided last from all ranks, without gradients."""
+        """Gather the hidden states `[T, D]` of the last divided row from all ranks, without gradients."""
         assert self._chunks is not None, "nothing has been divided"
         return self._chunks.to_row(all_gather(hidden_tD, 0, self._group, partial_gradient=False), 0)
 
@@ -202,24 +202,24 @@ class _GatheredRow:
         self._chunks, self._group = chunks, group
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `DividedRow`. One collective gathers keys and values."""
+        """Gather keys and values of all ranks in one collective call (`DividedRow.enter`)."""
         both = all_gather(torch.cat([key, value], dim=-1), 2, self._group, partial_gradient=True)
         key, value = self._chunks.to_row(both, 2).split([key.shape[-1], value.shape[-1]], dim=-1)
         return query, key, value
 
     def leave(self, out: Tensor) -> Tensor:
-        """See `DividedRow`."""
+        """Return the output unchanged, because each rank has its own queries (`DividedRow.leave`)."""
         return out
 
     def heads_of(self, per_head: Tensor) -> Tensor:
-        """See `DividedRow`."""
+        """Return all entries, because each rank has all heads (`DividedRow.heads_of`)."""
         return per_head
 
 
 class _ExchangedRow:
     """The `DividedRow` of `ulysses`: all tokens, with this rank's heads only.
 
-    Key heads are repeated if ranks do not divide their number. This changes nothing, as query heads share them.
+    Key heads are repeated if ranks do not divide their number. Query heads share them, so results stay equal.
     """
 
     def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:
@@ -227,7 +227,7 @@ class _ExchangedRow:
         self._chunks, self._group, self._ranks = chunks, group, chunks.count // 2
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `DividedRow`."""
+        """Exchange this rank's tokens for its heads (`DividedRow.enter`)."""
         heads, key_heads, ranks = query.shape[1], key.shape[1], self._ranks
         if heads % ranks:
             raise ConfigError(
@@ -242,12 +242,12 @@ class _ExchangedRow:
         return self._to_heads(query), self._to_heads(key), self._to_heads(value)
 
     def leave(self, out: Tensor) -> Tensor:
-        """See `DividedRow`."""
+        """Exchange this rank's heads for its tokens (`DividedRow.leave`)."""
         sent = self._chunks.to_ranks(out, 2).unflatten(2, (self._ranks, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
         return self._exchanged(sent).transpose(0, 1)
 
     def heads_of(self, per_head: Tensor) -> Tensor:
-        """See `DividedRow`."""
+        """Select the entries of this rank's heads (`DividedRow.heads_of`)."""
         return per_head.chunk(self._ranks)[self._chunks.rank]
 
     def _to_heads(self, x: Tensor) -> Tensor:

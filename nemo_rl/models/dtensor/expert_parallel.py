@@ -8,8 +8,8 @@ model's own forward on them (its activation, limits, biases and grouped matrix p
     dispatch_over_expert_ranks  every rank has different tokens; each token goes to the ranks of its experts, and back
 
 Invariant: all ranks enter the same collectives in the same order, even a rank without tokens, also when the forward
-pass is recomputed. Experts that got no token get a gradient of zeros: FSDP2 skips the reduction of a parameter without
-a gradient, and ranks that have a gradient would wait for this rank forever.
+pass is recomputed. Experts without tokens get a gradient of zeros, because FSDP2 skips the reduction of a parameter
+without a gradient, and other ranks would wait for this rank forever.
 
 Source of the dispatch: GShard (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2), without capacities.
 """
@@ -36,7 +36,7 @@ _OWN_FORWARD = "_is_expert_parallel"
 
 
 def find_experts(hf: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of experts that can be divided, by name (see the module docstring)."""
+    """Return the modules of experts that can be divided, by name."""
     return {name: module for name, module in hf.named_modules() if _is_fused(module)}
 
 
@@ -47,7 +47,7 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def require_experts(hf: PreTrainedModel, ranks: int, key: str = "expert_parallel_size") -> dict[str, nn.Module]:
-    """Return `find_experts` of a model, or raise if its experts cannot be divided among the ranks.
+    """Return `find_experts` of a model. Raise an error if its experts cannot be divided among the ranks.
 
     Args:
         hf: the model, with all its experts.
@@ -55,7 +55,7 @@ def require_experts(hf: PreTrainedModel, ranks: int, key: str = "expert_parallel
         key: the key of `policy.dtensor_cfg` that sets `ranks`, for messages.
 
     Raises:
-        ConfigError: the model has no such experts, or their number is not a multiple of `ranks`.
+        ConfigError: the model has no such experts, or `ranks` does not divide their number.
     """
     found = find_experts(hf)
     if not found:
@@ -88,7 +88,7 @@ def _num_own(experts: nn.Module) -> int:
 
 
 def divide_over_tensor_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's experts, and make the rank compute what they add to the outputs of all tokens.
+    """Keep this rank's experts, and compute their contribution to the outputs of all tokens.
 
     Use this for the MLP block of a decoder layer under tensor parallelism. Input and routing are equal on all ranks.
     The block's output is the sum over the ranks, and so are the gradients of hidden states and routing weights.
@@ -105,9 +105,9 @@ def divide_over_tensor_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
 def dispatch_over_expert_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this rank's experts, and send each token to the ranks of its experts.
 
-    Input, routing and output are those of this rank's tokens. The router and shared experts stay whole on every rank,
-    and their gradients must be summed over all ranks with different tokens. If tensor-parallel ranks have the same
-    tokens, wrap the block with `divide_tokens`.
+    Input, routing and output are those of this rank's tokens. The router and shared experts are not divided. Their
+    gradients must be summed over all ranks with different tokens. If tensor-parallel ranks have the same tokens, wrap
+    the block with `divide_tokens`.
 
     Args:
         experts: a module from `find_experts`; parameters may be on the meta device.
@@ -119,11 +119,11 @@ def dispatch_over_expert_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def divide_tokens(block: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make each tensor-parallel rank run a block on its part of the sequence only.
+    """Make each tensor-parallel rank run a block only on its part of the sequence.
 
     For a block whose experts are dispatched (`tensor_parallel` divides others). Its input and output `[b, T, D]` and
     their gradients are equal on all ranks. Inside, each rank runs the router and shared experts on its own tokens, so
-    their gradients must be summed over ranks. Not for sequence parallelism, which already divides tokens.
+    their gradients must be summed over ranks. Do not use this with sequence parallelism, which already divides tokens.
 
     Args:
         block: takes and returns hidden states, or a tuple that begins with them.
@@ -140,13 +140,13 @@ def shard_experts(
     offload: OffloadPolicy,
     reshard_after_forward: bool | None = None,
 ) -> None:
-    """Shard dispatched experts further with FSDP2, over the ranks that hold the same experts.
+    """Shard dispatched experts with FSDP2 too, over the ranks that hold the same experts.
 
     Args:
         experts: a module after `dispatch_over_expert_ranks`.
         mesh: `Meshes.expert_fsdp`.
-        precision: policy of the layer; routing weights keep their own dtype.
-        offload: policy of the layer.
+        precision: mixed-precision policy of the layer; routing weights keep their own dtype.
+        offload: offload policy of the layer.
         reshard_after_forward: argument of `fully_shard`.
     """
     fully_shard(
@@ -162,7 +162,7 @@ def shard_experts(
 def _placement(shards: int, parameter: nn.Parameter) -> Shard:
     """Shard a parameter along the first dimension that divides evenly, or along dimension 0 if there is none.
 
-    FSDP2 can pad dimension 0 only. If a rank has fewer experts than there are shards, padding would leave ranks empty.
+    FSDP2 can pad dimension 0 only. If a rank has fewer experts than shards, padding would make shards empty.
     """
     assert isinstance(parameter, DTensor), "experts are shared before they are sharded"
     sizes = parameter.to_local().shape
@@ -170,7 +170,7 @@ def _placement(shards: int, parameter: nn.Parameter) -> Shard:
 
 
 def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace the parameters by DTensors that hold this rank's experts, without communication."""
+    """Replace the parameters with DTensors of this rank's experts, without communication."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
         experts._parameters[name] = as_sharded(parameter, Shard(0), mesh)
     own_number: Any = num_experts(experts) // mesh.size()
@@ -179,7 +179,7 @@ def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Pairs of a token and one of its experts, ordered by expert, then by token."""
+    """Pairs of a token and one of its experts, ordered by expert and then by token."""
 
     places: Tensor
     """`[N * k]` index of each pair in the flattened `top_k_index`."""
@@ -244,9 +244,9 @@ def _compute(forward: Callable[..., Tensor], experts: nn.Module, rows: Tensor, c
 
 
 def _weighted_sum(results: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's results `[N, D]`, where pairs without a result count as zero.
+    """Return the weighted sum `[N, D]` of each token's results. Pairs without a result count as zero.
 
-    The sum runs over a dimension and is no indexed addition, whose order is not fixed on GPUs.
+    The sum over a dimension is used instead of an indexed addition, whose order is not fixed on GPUs.
     """
     every = results.new_zeros((weights.numel(), results.shape[1])).index_copy(0, places, results)
     return (every.view(*weights.shape, -1) * weights[..., None]).sum(1).to(results.dtype)

@@ -1,14 +1,14 @@
-"""Wrappers of Hugging Face models whose forward returns log-probabilities of tokens, or one number per position.
+"""Wrap Hugging Face models so that their forward returns log-probabilities of tokens, or one number per position.
 
-Both wrappers have the same signature, so that `backend` can run either. The decoder body computes hidden states, and
-the head runs only on the positions that the inputs name. Both run inside the forward of one module, because FSDP2
-gathers the root's parameters (embedding, final norm, head) around that call.
+Both wrappers have the same signature, so that `backend` can run either of them. The decoder body computes hidden
+states, and the head runs only on the given positions. Both run inside the forward of one module, because FSDP2 gathers
+the root's parameters (embedding, final norm, head) around that call.
 
 `CausalLMWithLogprobs` computes log-probabilities in chunks (`distributed.parallel_logprobs`). It needs to know which
 operations follow the linear head. Configurations describe these operations under different names, or not at all, so
 `find_transform` compares each operation that the configuration suggests with the model's own logits. The comparison
-includes logits so large that soft-capping has an effect. If no operation reproduces the logits, the model's own forward
-computes them, on ranks that hold the whole head.
+includes logits that are large enough for an effect of soft-capping. If no operation reproduces the logits, the model's
+own forward computes them, on ranks that hold the whole head.
 
 `RewardModel` wraps a sequence classifier with one label. The positions are the last token of each sequence for scores
 of a reward model, and the token before each target for values of a critic.
@@ -54,7 +54,7 @@ class RewardModel(ShardableModel):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
-        """The wrapped model; its `named_parameters` are the names to export."""
+        """The wrapped model. Its `named_parameters` define the exported names."""
 
     def forward(
         self,
@@ -69,7 +69,7 @@ class RewardModel(ShardableModel):
         Args:
             model_inputs: the model's keyword arguments; `input_ids` is `[b, T]`, or `[1, N]` packed.
             positions_K: `[K]` indices into the flattened `[b * T]` tokens.
-            targets_K: not used; the signature is that of `CausalLMWithLogprobs`.
+            targets_K: not used, as are the next two; the signature is that of `CausalLMWithLogprobs`.
             density: not used.
             top_k: not used.
 
@@ -80,7 +80,7 @@ class RewardModel(ShardableModel):
         rows = self.whole_rows(hidden, partial_gradient=False)  # every rank has the whole head and the whole gradient
         hidden_KD = rows.flatten(0, 1).index_select(0, positions_K)
         head: Any = self.hf.score
-        # Tensor-parallel ranks hold the head as a DTensor that is whole on each of them.
+        # # Tensor-parallel ranks hold the head as a DTensor that is whole on each rank.
         scores_K = scalar_outputs(
             hidden_KD, held_here(head.weight), None if head.bias is None else held_here(head.bias)
         )
@@ -88,15 +88,15 @@ class RewardModel(ShardableModel):
 
 
 def require_scoring_head(probe_model: PreTrainedModel) -> None:
-    """Check on a small model with weights that its architecture scores a sequence as `RewardModel` does.
+    """Check on a small model with weights that its architecture scores a sequence in the same way as `RewardModel`.
 
     Raises:
         ConfigError: the architecture scores a sequence in another way.
     """
     if not _scores_the_last_token(probe_model):
         raise ConfigError(
-            f"{type(probe_model).__name__} does not score a sequence by a linear head `score` on its last token, "
-            "so it cannot be trained as a reward model here."
+            f"{type(probe_model).__name__} does not score a sequence by a linear head `score` on its last token, so "
+            "it cannot be trained as a reward model here."
         )
 
 
@@ -123,12 +123,12 @@ _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 _PROBED_LOGIT = 100.0
-"""Largest logit of the comparison: usual caps are 15 to 50; a cap of 1000 still changes such a logit by 0.3 %."""
+"""Largest logit of the comparison. Usual caps are 15 to 50, and a cap of 1000 still changes such a logit by 0.3 %."""
 
 
 @torch.no_grad()
 def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
-    """Return the operations after the linear head, or None if no known transform gives the model's own logits.
+    """Return the operations after the linear head, or None if no known transform gives the model's logits.
 
     Args:
         hf: the unsharded model with real weights, trained or random.
@@ -152,7 +152,7 @@ def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
 
 
 def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
-    """Yield every combination of the scales and caps that the configuration names. The last has none of them."""
+    """Yield every combination of the configured scales and caps. The last combination has none of them."""
     config = hf.config.get_text_config()
 
     def values(names: tuple[str, ...]) -> list[float]:
@@ -182,11 +182,11 @@ class CausalLMWithLogprobs(ShardableModel):
     def __init__(self, hf: PreTrainedModel, *, transform: LogitTransform | None, chunk_size: int | None = None) -> None:
         super().__init__()
         self.hf = hf
-        """The wrapped model; its `named_parameters` are the names to export."""
+        """The wrapped model. Its `named_parameters` define the exported names."""
         self.transform = transform
-        """Operations after the linear head; None if the model's own forward computes the logits."""
+        """Operations after the linear head. If None, the model's own forward computes the logits."""
         self.chunk_size = chunk_size
-        """Tokens per chunk of logits; None takes a default for the device."""
+        """Tokens per chunk of logits. If None, the device's default."""
 
     def forward(
         self,
@@ -221,9 +221,9 @@ class CausalLMWithLogprobs(ShardableModel):
         density: SamplingDensity | None,
         top_k: TopK | None,
     ) -> tuple[Tensor, Tensor]:
-        """Score the body's hidden states `[b, T, D]`, or `[b, T / tp, D]` with sequence parallelism.
+        """Score the hidden states `[b, T, D]`, or `[b, T / tp, D]` with sequence parallelism.
 
-        Each rank's part of the head gives a part of the hidden states' gradient. The backward pass sums these parts.
+        Each rank's part of the head yields a part of the hidden states' gradient. The backward pass sums these parts.
         """
         assert self.transform is not None
         hidden_KD = self.whole_rows(hidden, partial_gradient=True).flatten(0, 1).index_select(0, positions_K)
@@ -265,7 +265,7 @@ def build_causal_lm(
 
     Args:
         transform: result of `find_transform` for the architecture; "find" calls it with `hf`, which then needs weights.
-        chunk_size: tokens per chunk of logits; None takes a default for the device.
+        chunk_size: tokens per chunk of logits; if None, the device's default.
         divides_head: whether tensor-parallel ranks will divide the head's rows.
 
     Raises:
@@ -289,7 +289,7 @@ def build_causal_lm(
 
 
 def _rows_here(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return this rank's rows of a parameter of the head, or all rows if there is no group."""
+    """Return this rank's rows of a parameter of the head. Without a group, return all rows."""
     if group is None:
         return parameter
     assert isinstance(parameter, DTensor), "tensor-parallel ranks divide the head"

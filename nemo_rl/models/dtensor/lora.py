@@ -1,11 +1,11 @@
-"""LoRA in the DTensor backend: low-rank adapters on a frozen model (Hu et al. 2021, arXiv:2106.09685) and their files.
+"""Add LoRA adapters (Hu et al. 2021, arXiv:2106.09685) to a frozen model, and read and write their files.
 
 `apply_lora` adds adapters after the model is made and before it is sharded. Weight sync and checkpoints read merged
 weights. Invariant: base weights never change. Code outside of `models.dtensor` sees plain weights under Hugging Face
 names; each weight is merged when it is read.
 
 FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, and A
-`[dim, in]` by the weight's columns. So a rank merges its own part, and only the small A is gathered.
+`[dim, in]` by the weight's columns. A rank therefore merges its own part, and only the small A is gathered.
 
 `save_adapter` and `load_adapter` use the format of the PEFT library. Layout (W = weights folder of a checkpoint):
 
@@ -60,7 +60,7 @@ SECTION = "policy.dtensor_cfg.lora_cfg"
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer plus a trained product of two low-rank matrices.
+    """A frozen linear layer with a trained product of two low-rank matrices.
 
     `y = x W^T + bias + (alpha / dim) x A^T B^T`. Dropout applies to x before A (`pre`) or to the product
     (`post`), in training mode only.
@@ -75,18 +75,18 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight = base.weight.requires_grad_(False)
-        """`[out, in]`, frozen; the base layer's own parameter, so its name does not change."""
+        """`[out, in]`, frozen. It is the base layer's own parameter, so its name does not change."""
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
         """`[out]`, frozen, or None."""
         a = initial_a(config.dim, base.in_features, config.lora_A_init, base.weight.dtype, generator)
         self.lora_A = nn.Parameter(a if base.weight.is_meta else a.to(base.weight.device))
         """`[dim, in]`."""
         self.lora_B = nn.Parameter(self.lora_A.new_zeros(base.out_features, config.dim))
-        """`[out, dim]`, zero at the start, so that a new adapter changes nothing."""
+        """`[out, dim]`, zero at the start, so that a new adapter has no effect."""
         self.scaling = config.alpha / config.dim
         self.dropout, self.dropout_position = config.dropout, config.dropout_position
         self.active = True
-        """False computes the base layer only."""
+        """If False, only the base layer is computed."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""
@@ -115,7 +115,7 @@ class LoraLinear(nn.Module):
 
 
 def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
-    """Freeze the model and put adapters on its linear layers in place. Call this before sharding.
+    """Freeze the model and add adapters to its linear layers in place, before sharding.
 
     A is drawn from the run's seed and the layer's name, so that it is equal on all ranks and after a restart.
 
@@ -185,10 +185,10 @@ def merge_adapters(hf: nn.Module) -> None:
 
 @torch.no_grad()
 def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
-    """Check after an update that every adapter changes its layer, in a collective call.
+    """Check after an update that every adapter changes its layer. The call is collective.
 
     Raises:
-        ConfigError: see `low_rank.require_moved`.
+        ConfigError: raised by `low_rank.require_moved`.
     """
     mine = {name: int(held_here(module.lora_B).count_nonzero()) for name, module in adapted_modules(hf).items()}
     modules = joined(hf, mine)
@@ -198,7 +198,7 @@ def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
-    """Refuse adapters on a weight that layers share, because an adapter would change it in one of the layers only."""
+    """Refuse adapters on a weight that layers share, because the adapter would change only one of the layers."""
     uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
     shared = [name for name in names if uses[id(hf.get_parameter(f"{name}.weight"))] > 1]
     if shared:
@@ -211,7 +211,7 @@ def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
 def _linear_names(hf: PreTrainedModel) -> list[str]:
     """Return the names of plain linear layers, except those of modules for images or sound.
 
-    The output head is left out too, because its weight is used in chunks and its forward is never called.
+    The output head is also left out, because its weight is used in chunks and its forward is not called.
     """
     others = {id(module) for part in parts_without_text(hf) for module in part.modules()} | {
         id(hf.get_output_embeddings())
@@ -226,12 +226,12 @@ _MERGE_TOLERANCE = 1e-5
 def save_adapter(
     hf: PreTrainedModel, config: LoraConfig, base_name: str, weights_path: Path, keep: Keep = as_it_is
 ) -> Write:
-    """Prepare to write the adapter. All ranks take part, and rank 0 writes.
+    """Prepare to write the adapter. All ranks must call this, and rank 0 writes.
 
     Args:
         hf: the adapted model, sharded or not.
         config: the `lora_cfg` section of the adapters.
-        weights_path: the W of the module docstring.
+        weights_path: the folder W of the module docstring.
         keep: applied to every tensor that will be written.
     """
     mine = ((name, whole(parameter.detach())) for name, parameter in _adapter_parameters(hf).items())
@@ -246,8 +246,8 @@ def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) 
     """Read this rank's part of an adapter into the adapted model in place.
 
     Args:
-        hf: the adapted model, its base loaded from `policy.model_name`.
-        weights_path: the W of the module docstring.
+        hf: the adapted model, with its base loaded from `policy.model_name`.
+        weights_path: the folder W of the module docstring.
         device: device that computes merged weights, to compare them with the saved ones.
 
     Raises:
@@ -265,7 +265,7 @@ def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) 
 
 
 def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
-    """Put a saved adapter, of this library or of PEFT, on an unsharded base model, without merging it.
+    """Add a saved adapter, of this library or of PEFT, to an unsharded base model, without merging it.
 
     Args:
         hf: the base model.
@@ -304,7 +304,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).exists():
-            raise CheckpointError(f"{folder} holds no {name}, so it is no LoRA adapter.")
+            raise CheckpointError(f"{folder} holds no {name}, so it is not a LoRA adapter.")
     described: dict[str, Any] = json.loads(read_text(folder / CONFIG_FILE))
     plain = described.get("peft_type") == "LORA" and isinstance(described.get("lora_alpha"), int)
     extras = [name for name in _NOT_MERGED if described.get(name)]
@@ -344,7 +344,7 @@ def refuse_adapter(weights_path: Path) -> None:
 
 @torch.no_grad()
 def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None:
-    """Compare this rank's rows of base plus adapter with the merged weights of the checkpoint."""
+    """Compare this rank's rows of base model plus adapter with the merged weights of the checkpoint."""
     adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
     close: dict[str, bool] = {}
     tensors = saved_weights(folder)

@@ -1,4 +1,4 @@
-"""Device meshes of one rank: the groups of ranks that shard a parameter or reduce a gradient together.
+"""Build the device meshes of one rank: groups of ranks that shard a parameter or reduce a gradient together.
 
 The meshes are made once from the `ParallelLayout`. `tensor_parallel`, `context_parallel`, `expert_parallel`, `pipeline`
 and `parallelize` use one axis each. Invariant: all meshes cover the same ranks, and axes of size 1 exist too, so that
@@ -17,19 +17,19 @@ from nemo_rl.distributed.ranks.process_group import device_mesh
 
 @dataclass(frozen=True)
 class Meshes:
-    """The meshes that this rank uses, one for each kind of parallelism."""
+    """The meshes that this rank uses, one per kind of parallelism."""
 
     layout: ParallelLayout
     """Sizes of the axes."""
     world: DeviceMesh
     """All ranks, with the axes of `parallel_layout.AXES`."""
     experts: DeviceMesh | None
-    """All ranks, with the axes `(pp, dp_replicate, expert_shard, ep)`: `ep` ranks divide the experts of a layer, and
-    `expert_shard` ranks shard the same experts. None without expert parallelism."""
+    """All ranks, with the axes `(pp, dp_replicate, expert_shard, ep)`. The `ep` ranks divide the experts of a layer,
+    and the `expert_shard` ranks shard the same experts. None without expert parallelism."""
 
     @classmethod
     def build(cls, layout: ParallelLayout, device_type: str) -> "Meshes":
-        """Make the meshes in a collective call.
+        """Make the meshes. The call is collective.
 
         Raises:
             ConfigError: the process group and the layout have different numbers of ranks.
@@ -39,7 +39,7 @@ class Meshes:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """Ranks that shard a parameter and sum its gradient, including the context-parallel ranks.
+        """Ranks that shard a parameter and sum its gradient. Context-parallel ranks are included.
 
         The mesh has one axis, or `(dp_replicate, ...)` with hybrid sharding.
         """
@@ -52,7 +52,7 @@ class Meshes:
 
     @cached_property
     def expert_fsdp(self) -> DeviceMesh:
-        """Like `fsdp`, for the parameters of experts, which are already divided among expert-parallel ranks."""
+        """Ranks that shard a parameter of experts, which are already divided among expert-parallel ranks."""
         assert self.experts is not None, "there are no expert-parallel ranks"
         if self.layout.dp_replicate == 1:
             return self.experts["expert_shard"]
@@ -81,7 +81,7 @@ class Meshes:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """Process group of the mesh `tp`, or None if it has one rank."""
+        """Process group of the mesh `tp`, or None if it has only one rank."""
         return self.tp.get_group() if self.layout.tp > 1 else None
 
 

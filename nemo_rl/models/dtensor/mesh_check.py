@@ -1,14 +1,14 @@
-"""Check a mesh before Ray starts, and predict the memory of each of its ranks, without reading a weight.
+"""Check a mesh before Ray starts, and predict the memory of its ranks, without reading weights.
 
 `check_mesh` finds settings that cannot work, and reports all of them together.
 
-`DTensorRank` predicts the memory that a rank holds all the time, and the memory that each moment of a step adds. A
-moment is a point of the step at which memory can be largest. `memory_trace` counts the tensors of the whole model, and
-this module divides them by the axes of the mesh. The memory at a moment is summed by kind, so that a table shows which
+`DTensorRank` predicts the memory that a rank always uses, and the additional memory at each moment of a step. A moment
+is a point of the step at which memory can be largest. `memory_trace` counts the tensors of the whole model, and this
+module divides them by the axes of the mesh. The memory at a moment is summed by kind, so that a table shows which
 setting to change.
 
-Invariant: the bytes are those that torch's allocator hands out on one rank, for the largest stage of a pipeline. Memory
-of other libraries and fragmentation are not included. Source for the tensors that sequence parallelism divides:
+Invariant: the bytes are those that torch's allocator uses on one rank, for the largest stage of a pipeline. Memory of
+other libraries and fragmentation are not included. Source for the tensors that sequence parallelism divides:
 Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
@@ -35,10 +35,10 @@ from nemo_rl.models.training.mesh_rules import (
 from nemo_rl.utils.errors import ConfigError
 
 _TRAINED = ("policy", "value")
-"""Sections of models that are trained, which can therefore have an auxiliary loss of experts."""
+"""Sections of trained models, which can therefore have an auxiliary loss of experts."""
 
 type PlanFor = Callable[[PretrainedConfig], object]
-"""Returns the tensor-parallel plan of a model; raises `ConfigError` if it has none."""
+"""Function that returns the tensor-parallel plan of a model. It raises `ConfigError` if there is none."""
 
 
 def check_mesh(
@@ -54,7 +54,7 @@ def check_mesh(
         layout: axis sizes, from the section and the number of ranks.
         model: the model's configuration.
         section: name of the section, for messages.
-        plan_for: finds the plan that divides the model's layers; None skips this check.
+        plan_for: finds the plan that divides the model's layers; if None, this is not checked.
     """
     mesh = Mesh(f"{section}.{policy.backend_key}", policy, layout, model.get_text_config())
     yield from _check_tensor(mesh)
@@ -76,14 +76,14 @@ def check_mesh(
 def needs_proof(layout: ParallelLayout, model: PretrainedConfig) -> bool:
     """Return whether a mesh must be tested on a small model before a run.
 
-    It must if ranks hold parts of the model or of rows, or rotary frequencies may depend on a batch's longest row.
+    It must be if ranks hold parts of the model or of rows, or if frequencies depend on a batch's longest row.
     """
     divided = layout.num_ranks > layout.data_parallel_size or layout.ep > 1
     return divided or "dynamic" in str(getattr(model.get_text_config(), "rope_parameters", None))
 
 
 def _check_tensor(mesh: Mesh) -> Findings:
-    """Check that every size that tensor-parallel ranks divide is a multiple of their number."""
+    """Check that every size that tensor-parallel ranks divide is a multiple of the number of ranks."""
     if mesh.layout.tp > 1:
         yield from mesh.indivisible("tp", _divided_by_tensor(mesh))
 
@@ -97,7 +97,7 @@ def _divided_by_tensor(mesh: Mesh) -> Iterator[Divided]:
 
 
 def _check_ulysses(mesh: Mesh) -> Findings:
-    """Check that the heads on each tensor-parallel rank divide among the context-parallel ranks."""
+    """Check that context-parallel ranks can divide the heads of each tensor-parallel rank."""
     size, tp, total = mesh.layout.cp, mesh.layout.tp, mesh.count("num_attention_heads")
     if total is None or total % tp or (total // tp) % size == 0:
         return
@@ -129,8 +129,8 @@ def _check_pipeline(mesh: Mesh) -> Findings:
 
 _MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "lion": 1}
 _LAYERS_GATHERED = 3
-"""Gathered parameters in memory at once, in units of one layer: the current layer, its flat copy, and the next layer.
-A pipeline stage gathers all of its layers instead, once for all microbatches."""
+"""Number of layers whose gathered parameters are in memory at once: the current layer, its flat copy, and the next
+layer. A pipeline stage instead gathers all of its layers once for all microbatches."""
 
 
 class DTensorRank(RankMemory):
@@ -140,7 +140,7 @@ class DTensorRank(RankMemory):
 
     @property
     def _layers(self) -> range:
-        """Layers of this rank's stage. The first stages have one more layer if the layers do not divide evenly."""
+        """Number of layers of this rank's stage. The first stages have one more if the layers do not divide evenly."""
         total, stages = len(self.trace.layers), self.layout.pp
         size, more = divmod(total, stages)
         first = self.stage * size + min(self.stage, more)
@@ -193,7 +193,7 @@ class DTensorRank(RankMemory):
         return self.itemsize if frozen else WIDE
 
     def _moments_per_weight(self) -> int:
-        """Return how many float32 numbers the optimizer keeps for each weight."""
+        """Return the number of float32 moments that the optimizer keeps for each weight."""
         assert self.policy.optimizer is not None, "a model that is trained has an optimizer"
         name = self.policy.optimizer.name.rpartition(".")[2].lower()
         if name == "sgd":
@@ -201,7 +201,7 @@ class DTensorRank(RankMemory):
         return _MOMENTS.get(name, 2)
 
     def _host(self, stored: float) -> dict[str, float]:
-        """Return the bytes in host memory of the initial weights and of the weights that they replace when in use."""
+        """Return the bytes in host memory of the initial weights, and of the weights that they temporarily replace."""
         if not self.work.keeps_reference or self.policy.dtensor_cfg.lora_cfg.enabled:
             return {}
         return {"reference weights and their place": 2 * stored * WIDE}
@@ -231,7 +231,7 @@ class DTensorRank(RankMemory):
     def _gathered_at_once(self, root: float) -> float:
         """Return the bytes of weights that are gathered at the same time.
 
-        These are `root` elements outside the layers, and those of a few layers, or of all if they stay gathered.
+        They are the `root` elements outside the layers, and those of a few layers or, if they stay gathered, of all.
         """
         if not self._uses_fsdp:
             return 0.0
@@ -241,7 +241,7 @@ class DTensorRank(RankMemory):
         return (root + layers) * self.itemsize
 
     def _activations(self) -> tuple[float, float]:
-        """Return the bytes of activations kept for all microbatches in flight, and the bytes that are recomputed."""
+        """Return the bytes of activations of all microbatches in flight, and the bytes that are recomputed."""
         activations = [self.trace.activations[index] for index in self._layers] if self.trace.activations else []
         how = self.policy.dtensor_cfg.activation_checkpointing
         sharing = self.layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
@@ -257,13 +257,13 @@ class DTensorRank(RankMemory):
         return whole * in_flight + self.trace.others / sharing + hidden, again
 
     def _kept(self, each: Activations) -> float:
-        """Return the bytes that a layer keeps for one microbatch, with `tokens` tokens on this rank."""
+        """Return the bytes that a layer stores for one microbatch with `tokens` tokens on this rank."""
         layout = self.layout
         sharing = layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
         gathers = layout.cp > 1 and self.policy.dtensor_cfg.context_parallel_method == "all_gather"
-        # With all_gather a rank holds the keys of whole rows. CPUs have no kernel for pieces of a row, so they copy the
-        # keys of each piece, about as many again. Without it, the keys of a shared prompt are repeated for each of its
-        # sequences; context parallelism does not support shared prompts.
+        # # With all_gather, a rank holds the keys of whole rows. CPUs have no kernel for pieces of a row, so they copy
+        # the keys of each piece, which needs about as many bytes again. Otherwise, the keys of a shared prompt are
+        # repeated for each of its sequences. Context parallelism does not support shared prompts.
         rows = layout.cp * (1 + self.work.on_cpu) if gathers else self.work.keys_per_token
         inside = (each.inside + each.keys_values * rows) / layout.tp
         return each.outside / sharing + each.into_blocks + inside

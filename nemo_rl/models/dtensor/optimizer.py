@@ -1,6 +1,6 @@
-"""Optimizer, learning-rate schedule and gradient clipping.
+"""Build the optimizer and the learning-rate schedule, and clip gradients.
 
-Invariant: the gradient norm is the norm of the whole model's gradient, whatever meshes its parameters are on.
+Invariant: the gradient norm is the norm of the whole model's gradient, on any meshes.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from nemo_rl.utils.errors import ConfigError, did_you_mean
 from nemo_rl.utils.imports import import_dotted
 
 type SumOverStages = Callable[[Tensor], Tensor]
-"""Sums a number over the stages of a pipeline."""
+"""Function that sums a number over the stages of a pipeline."""
 type OptimizerSettings = dict[str, Any]
 """`policy.optimizer` and `policy.scheduler` as plain values."""
 
@@ -33,19 +33,19 @@ _IMPLEMENTATION = ("foreach", "fused")
 """Arguments that change only the speed of a torch optimizer, not its result."""
 
 _REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
-"""Errors with which classes refuse their arguments."""
+"""Errors by which classes refuse their arguments."""
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, section: str = "policy") -> Optimizer:
-    """Build the optimizer of a model's section, with one parameter group for each mesh that parameters are on.
+    """Build the optimizer of a model's section, with one parameter group per mesh.
 
     All groups have the same settings. Separate groups are needed because the foreach and fused implementations compute
     many tensors in one call, and accept only tensors of one mesh in a call.
 
-    On GPUs the fused implementation is used if the class has one and the kwargs choose none. The default of torch for
-    sharded parameters is foreach, which needs temporary memory as large as the parameters.
+    On GPUs, the fused implementation is used if the class has one and the kwargs do not choose an implementation. The
+    default of torch for sharded parameters is foreach, which needs temporary memory as large as the parameters.
 
     Raises:
         ConfigError: the class cannot be imported or refuses its kwargs.
@@ -61,7 +61,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig,
         raise ConfigError(f"{section}.optimizer.kwargs do not fit {config.name}: {error}") from error
     if not isinstance(made, Optimizer):
         raise ConfigError(
-            f"{section}.optimizer.name={config.name!r} makes {made!r}, which is no torch.optim.Optimizer."
+            f"{section}.optimizer.name={config.name!r} makes {made!r}, which is not a torch.optim.Optimizer."
         )
     return made
 
@@ -78,7 +78,7 @@ def build_scheduler(
 ) -> LRScheduler:
     """Build the learning-rate schedule of a model's section, which advances once per training step.
 
-    None gives a constant rate. The schedules of a list run one after another, each up to its milestone.
+    Without a schedule, the rate is constant. The schedules of a list run one after another, each up to its milestone.
 
     Raises:
         ConfigError: a class cannot be imported or refuses its kwargs, or milestones do not fit the schedules.
@@ -96,7 +96,7 @@ def build_scheduler(
 
 
 def check_optimizer(policy: PolicyConfig, section: str) -> None:
-    """Build optimizer and schedule and take a step with one parameter, to find errors before a rank does.
+    """Build optimizer and schedule and take a step with one parameter, to find errors before ranks start.
 
     Args:
         policy: section of the model; nothing is checked if it has no optimizer or is not trained.
@@ -125,7 +125,7 @@ def check_optimizer(policy: PolicyConfig, section: str) -> None:
 
 
 def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
-    """Refuse arguments that a class does not have, and numbers that are not finite."""
+    """Refuse arguments that a class does not have, and non-finite numbers."""
     cls = _named_class(entry, f"{key}.name")
     try:
         parameters = inspect.signature(cls).parameters
@@ -145,7 +145,7 @@ def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
 
 
 def _unlike(value: Any, default: Any) -> str:
-    """Return why an argument cannot be right, judged by the type of its default, or an empty text if it can."""
+    """Return why an argument is wrong, judged by the type of its default, or an empty text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "is not finite"
     if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, str | list | dict):
@@ -186,7 +186,7 @@ def _on_gpu(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def groups_now(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Convert the parameter groups of a saved state to this optimizer, which may use other meshes and another device.
+    """Convert a saved state's parameter groups to those of this optimizer, which may use other meshes or devices.
 
     Args:
         optimizer: has one group for each mesh, all with the same settings.
@@ -202,9 +202,9 @@ def groups_now(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Mapp
 def hyperparameters_now(
     optimizer: Optimizer, scheduler: LRScheduler, settings: OptimizerSettings, saved: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the hyperparameters that each parameter group would have if the whole run had used these settings.
+    """Return each group's hyperparameters as if the whole run had used the current settings.
 
-    It advances the new schedule to the step of the saved one: a schedule depends only on the number of steps.
+    The new schedule is advanced to the saved step, because a schedule depends only on the number of steps.
 
     Args:
         optimizer: the optimizer built from the settings, before it loads a state.
@@ -242,9 +242,9 @@ def clip_gradients(
 
     Args:
         parameters: the model's parameters; parameters without a gradient are skipped.
-        max_norm: largest norm; None or 0 only measures the norm.
-        copies: parameters that another pipeline stage also holds and includes in the norm, and this stage does not.
-        sum_over_stages: sums a number over the pipeline stages; None without a pipeline.
+        max_norm: largest norm; if None or 0, the norm is only measured.
+        copies: parameters that this stage leaves out of the norm, because another pipeline stage also holds them.
+        sum_over_stages: function that sums over pipeline stages; None without a pipeline.
 
     Returns:
         The norm before clipping.
@@ -265,7 +265,7 @@ def clip_gradients(
 
 
 def total_norm(gradients: Sequence[Tensor], sum_over_stages: SumOverStages | None = None) -> Tensor:
-    """Return the joint 2-norm of gradients on any mix of meshes, as a plain float32 scalar.
+    """Return the joint 2-norm of gradients on any meshes, as a float32 scalar.
 
     Each rank sums the squares of its own shards, and the sums are reduced over the mesh axes that shard them. Gradients
     may be plain tensors or DTensors, on any mesh, in host or device memory.
@@ -295,6 +295,6 @@ def _square_sum(group: list[Tensor]) -> Tensor:
     if isinstance(first, DTensor):
         total = total.to(first.device_mesh.device_type)
         for axis, placement in enumerate(first.placements):
-            if not placement.is_replicate():  # is_shard() is False for a shard that another axis shards again
+            if not placement.is_replicate():  # is_shard() is False for shards of shards
                 dist.all_reduce(total, group=first.device_mesh.get_group(axis))
     return total

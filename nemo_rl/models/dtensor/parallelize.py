@@ -1,20 +1,19 @@
-"""Divide a model among the ranks: layers, FSDP2, precision, compilation, activation checkpointing, offload.
+"""Divide a model among ranks, and set up FSDP2, precision, compilation, activation checkpointing and offload.
 
 Invariant: after backward each gradient is the SUM over ranks with different tokens, because losses are already divided
-by global token counts. No parameter is renamed.
+by global token counts. Parameters keep their names.
 
 Compilation (`compile_layers`) turns chains of elementwise operations into one kernel. Each decoder layer is compiled
 separately, before FSDP2 shards it, and its hooks (gathering of weights, activation checkpointing) stay outside of the
-compiled code. Attention is not compiled, because it has its own kernels. All layers of a kind share one compilation
-that accepts microbatches of any size, so a model compiles a few times per run. Invariant: scores and gradients equal
-those of uncompiled layers up to rounding. Compiled code in bfloat16 rounds less often, because the intermediate values
-of a chain stay in float32.
+compiled code. Attention is not compiled, because it has its own kernels. All layers of a kind share one compilation for
+microbatches of any size, so a model is compiled a few times per run. Invariant: scores and gradients equal those of
+uncompiled layers up to rounding. Compiled code in bfloat16 rounds less often, because the intermediate values of a
+chain stay in float32.
 
-Some parameters of a model compute in float32, while FSDP2 rounds the others (`shard_in_float32`). FSDP2 has one
-precision for all parameters that it gathers together, and a float32 parameter may be in the same module as rounded
-ones (`A_log` and the projections of a mixer). So a module gets a second group of FSDP2 for its float32 parameters,
-which its hooks gather together with the first group. Invariant: gradients of the second group are reduced in float32,
-over the same ranks.
+Some parameters of a model are used in float32, while FSDP2 rounds all others (`shard_in_float32`). FSDP2 has one
+precision for all parameters that it gathers together, and a float32 parameter may be in the same module as rounded ones
+(`A_log` and the projections of a mixer). Therefore a module gets a second FSDP2 group for its float32 parameters. Its
+hooks gather both groups together. Invariant: gradients of the second group are reduced in float32, over the same ranks.
 """
 
 import logging
@@ -64,7 +63,7 @@ from nemo_rl.models.huggingface.load import float32_parameters, torch_dtype
 from nemo_rl.utils.errors import ConfigError
 
 COMPILES_ON_GPUS = False
-"""Whether layers are compiled on GPUs if the configuration's key is null.
+"""Whether layers are compiled on GPUs if the configuration key is null.
 
 Set this to True when a GPU has passed two checks of `tools/gpu_check.py`: "compiled layers" (equal results) and
 "compiled training step" (`times_as_fast` above 1 for short and long rows). No GPU has run these checks yet. Tests on
@@ -81,7 +80,7 @@ def wants_compiled(asked: bool | None, hf: PreTrainedModel, device: torch.device
     """Return whether to compile the layers of a model.
 
     Args:
-        asked: value of the configuration's key; None takes `COMPILES_ON_GPUS` if model and settings allow compilation.
+        asked: value of the configuration key; if None, `COMPILES_ON_GPUS` if model and settings allow compilation.
         fits: whether the other settings allow compilation.
     """
     if asked is not None:
@@ -163,7 +162,7 @@ class ShardableModel(nn.Module):
     hf: PreTrainedModel
     """The wrapped Hugging Face model."""
     tp_group: dist.ProcessGroup | None = None
-    """The ranks that divide each layer; None if there is one rank."""
+    """The ranks that divide each layer; None with one rank."""
     sequence_parallel: bool = False
     """Whether these ranks also divide the hidden states of a row between layers."""
 
@@ -172,15 +171,14 @@ class ShardableModel(nn.Module):
 
         Args:
             hidden: the body's output.
-            partial_gradient: whether the backward pass gives each rank a part of the result's gradient, and not the
-                whole gradient.
+            partial_gradient: whether each rank's backward pass yields only a part of the result's gradient.
         """
         if not self.sequence_parallel:
             return hidden
         return all_gather(hidden, 1, self.tp_group, partial_gradient=partial_gradient)
 
     def body(self, model_inputs: dict[str, Any]) -> Tensor:
-        """Return the `[b, T, D]` hidden states after this rank's layers, which a pipeline stage sends on."""
+        """Return the `[b, T, D]` hidden states after this rank's layers, which the next pipeline stage receives."""
         return hidden_states(self.hf, model_inputs)
 
 
@@ -189,24 +187,24 @@ class ShardingSpec:
     """Options of `shard`."""
 
     compute_dtype: torch.dtype
-    """Dtype of the forward and backward pass; master weights stay float32, and the weights that
-    `huggingface.load.stays_float32` selects compute in float32 too."""
+    """Dtype of the forward and backward pass. Master weights stay float32, and the weights that
+    `huggingface.load.stays_float32` selects are also used in float32."""
     cpu_offload: bool
     """Keep parameters, gradients and optimizer state in host memory."""
     device: torch.device
     """Device on which the rank computes."""
     sequence_parallel: bool = False
-    """Divide norms and the residual stream along the sequence among tensor-parallel ranks."""
+    """Divide norms and the residual stream along the sequence, among tensor-parallel ranks."""
     custom_plan: str | None = None
-    """Dotted path of a tensor-parallel plan; None takes the plan of the model."""
+    """Dotted path of a tensor-parallel plan. If None, the plan of the model."""
     keep_experts: bool = False
     """Whether the experts of a layer stay gathered between forward and backward pass."""
     keep_gathered: bool = False
     """Gather parameters once for all microbatches, until `reshard`."""
     recompute: bool | Literal["selective"] = False
-    """Recompute activations in the backward pass: all of them, or those that are cheap to compute."""
+    """Recompute activations in the backward pass: all of them, or only those that are cheap to compute."""
     compiles: bool | None = None
-    """Compile the decoder layers; None leaves the choice to `wants_compiled`."""
+    """Compile the decoder layers. If None, `wants_compiled` decides."""
 
     @classmethod
     def of(cls, config: PolicyConfig, device: torch.device) -> "ShardingSpec":
@@ -230,7 +228,7 @@ def enable_activation_checkpointing(hf: PreTrainedModel, *, selective: bool = Fa
 
     Args:
         selective: keep the outputs of matrix products and attention, which are expensive to recompute. A layer then
-            keeps about as many bytes as its linear layers output, and its recomputation runs no matrix product.
+            keeps about as many bytes as its linear layers output, and does not recompute matrix products.
 
     Raises:
         ConfigError: the architecture does not support activation checkpointing.
@@ -255,7 +253,7 @@ def _keep_if_expensive(
 
 @torch.no_grad()
 def hold_in(model: ShardableModel, dtype: torch.dtype) -> None:
-    """Round the parameters once to `dtype`, instead of rounding them in every pass with FSDP2. Buffers are kept."""
+    """Round the parameters once to `dtype`, so that FSDP2 need not round them in every pass. Buffers are kept."""
     kept = {id(parameter) for parameter in float32_parameters(model.hf, dtype).values()}
     for parameter in model.parameters():
         if id(parameter) not in kept:
@@ -263,16 +261,16 @@ def hold_in(model: ShardableModel, dtype: torch.dtype) -> None:
 
 
 def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingSpec) -> ModelT:
-    """Divide layers, then shard decoder layers and root with FSDP2, in place.
+    """Divide layers, and shard decoder layers and the root module with FSDP2, in place.
 
     `lazy_weights.materialize` later allocates the parameters that are on the meta device.
 
-    FSDP2 is not applied to a model in float32 with one rank per stage, which needs no shards and no casts. On one CPU
-    core the hooks of FSDP2 add 18 % to a step of a model with 2 million parameters at 512 tokens, and 54 % with 0.26
-    million parameters at 256 tokens; at 2048 tokens they add nothing.
+    FSDP2 is not applied to a float32 model with one rank per stage, which needs no shards and no casts. On one CPU core
+    the hooks of FSDP2 add 18 % to a step of a model with 2 million parameters at 512 tokens, and 54 % with 0.26 million
+    parameters at 256 tokens; at 2048 tokens they add nothing.
 
     Args:
-        model: the wrapped model, parameters in float32 on the CPU or the meta device.
+        model: the wrapped model, with float32 parameters on the CPU or the meta device.
         meshes: the groups of ranks for each kind of division.
         spec: precision, offload and device.
     """
@@ -310,7 +308,7 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
 
 
 def _divide_layers(model: ShardableModel, meshes: Meshes, spec: ShardingSpec) -> None:
-    """Apply tensor parallelism, and divide the experts of a layer among the ranks if expert parallelism does not."""
+    """Apply tensor parallelism. Divide the experts of a layer among the ranks unless expert parallelism does this."""
     experts = find_experts(model.hf)
     dispatched = meshes.layout.ep > 1
     if experts and not dispatched:
@@ -336,7 +334,7 @@ def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> N
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters after a run of microbatches.
+    """Free gathered parameters after the microbatches of a call.
 
     FSDP2 keeps the root's parameters gathered after a pass without backward, and all parameters with `keep_gathered`.
     If the shards then changed (optimizer step, reference weights), the next forward would still use the old values.
@@ -347,7 +345,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _precision(spec: ShardingSpec, *, root: bool) -> MixedPrecisionPolicy:
-    """Return a policy that reduces gradients in float32, and casts only the root's outputs to float32."""
+    """Return a policy that reduces gradients in float32 and casts only the root's outputs to float32."""
     if spec.compute_dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -364,7 +362,7 @@ def _offload_policy(spec: ShardingSpec) -> OffloadPolicy:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers (rotary frequencies) to the device, because FSDP with offload leaves them on the CPU."""
+    """Move buffers (rotary frequencies) to the device, because FSDP with offload keeps them on the CPU."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device and not buffer.is_meta:

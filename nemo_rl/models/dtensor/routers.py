@@ -1,7 +1,7 @@
-"""Routers of mixtures of experts: their load, auxiliary loss and freezing, and the replay of recorded experts.
+"""Measure the load of routers of mixtures of experts, compute their auxiliary loss, freeze them, and replay experts.
 
-`ExpertBalance` measures how evenly routers spread tokens over experts, and computes the auxiliary loss. Metrics and
-loss are ratios of sums over all tokens of an optimizer update on all ranks. So they do not depend on how the rows are
+`ExpertBalance` measures how evenly routers distribute tokens over experts, and computes the auxiliary loss. Metrics and
+loss are ratios of sums over all tokens of an optimizer update on all ranks. They do not depend on how the rows are
 divided into microbatches or among ranks. Padding does not count. If several ranks see the same tokens (tensor
 parallelism), all sums grow by the same factor and the ratios stay the same.
 
@@ -16,9 +16,9 @@ Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).
 
 `ReplayedRouters` makes routers choose recorded experts. A router computes scores, chooses k of its E experts by a call
 of `torch.topk`, and computes the weights of these experts from their scores. The replay replaces the result of that
-call by the recorded experts and the router's own scores of these experts. So scores, renormalization, correction
-biases, scaling factors and all gradients are the model's own. `require_replayable` refuses models whose routers work in
-another way.
+call by the recorded experts and the router's own scores of these experts. All other computations (scores,
+renormalization, correction biases, scaling factors, gradients) are the model's own. `require_replayable` refuses models
+whose routers work differently.
 
 Invariant: for a token without recorded experts the router's own choice stays, bit for bit. The recorded experts of a
 microbatch are used until the next call of `use`, because layers may be computed again in the backward pass. A pipeline
@@ -52,17 +52,17 @@ from nemo_rl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _ROUTER_NAMES = ("gate", "router")
-"""Names that transformers gives to the router module next to the experts."""
+"""Names that transformers gives to a router module that is a sibling of the experts."""
 
 
 def find_routers(hf: nn.Module) -> list[nn.Module]:
-    """Return the routers of the experts that `find_experts` finds, in the order of the layers."""
+    """Return the routers of the experts that `find_experts` returns, in the order of layers."""
     blocks = [hf.get_submodule(name.rpartition(".")[0]) for name in find_experts(hf)]
     return [child for block in blocks for name, child in block.named_children() if name in _ROUTER_NAMES]
 
 
 def freeze_routers(hf: PreTrainedModel) -> None:
-    """Freeze the routers' weights, though the routing may still change with the hidden states."""
+    """Freeze the routers' weights. The routing may still change with the hidden states."""
     routers = find_routers(hf)
     if not routers:
         logger.info("policy.dtensor_cfg.freeze_moe_router has no effect: %s has no routers.", type(hf).__name__)
@@ -71,10 +71,10 @@ def freeze_routers(hf: PreTrainedModel) -> None:
 
 
 def configured_coefficient(config: PretrainedConfig, asked: float | None) -> float:
-    """Return the factor of the auxiliary loss that a configuration asks for.
+    """Return the factor of the auxiliary loss that the configuration sets.
 
     Args:
-        asked: see `auxiliary_coefficient`.
+        asked: argument of `auxiliary_coefficient`.
     """
     if asked is not None:
         return float(asked)
@@ -86,8 +86,8 @@ def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
     """Return the factor of the auxiliary loss, or 0 if there is no such loss.
 
     Args:
-        asked: `policy.dtensor_cfg.moe_aux_loss_coeff`. None takes `router_aux_loss_coef` of the model's configuration
-            if its `output_router_logits` is set, and 0 otherwise, as in transformers.
+        asked: `policy.dtensor_cfg.moe_aux_loss_coeff`. If None, `router_aux_loss_coef` of the model's configuration if
+            its `output_router_logits` is set, and 0 otherwise, as in transformers.
 
     Raises:
         ConfigError: the factor is not 0, but transformers has no auxiliary loss for the architecture.
@@ -97,14 +97,14 @@ def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
     recorded = getattr(hf.base_model, "_can_record_outputs", None) or {}
     if coefficient and (own is None or "router_logits" not in recorded or not find_routers(hf)):
         raise ConfigError(
-            f"an auxiliary loss with the coefficient {coefficient} is asked for, but transformers defines none for "
+            f"an auxiliary loss with the coefficient {coefficient} is configured, but transformers defines none for "
             f"{type(hf).__name__}. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
         )
     return float(coefficient)
 
 
 class ExpertBalance:
-    """Counts the tokens of each expert during an optimizer update, and computes the auxiliary loss.
+    """Count the tokens of each expert during an optimizer update, and compute the auxiliary loss.
 
     Args:
         hf: a model with experts, before they are divided among ranks.
@@ -133,7 +133,7 @@ class ExpertBalance:
 
     @contextmanager
     def watching(self, real_tokens: Tensor | None) -> Iterator[None]:
-        """Record the routers' decisions while the block runs a microbatch, but not in a later recomputation.
+        """Record the routers' decisions while the block runs a microbatch, but not in recomputations.
 
         Args:
             real_tokens: `[b, T]` bool, True for tokens that are not padding; None if no token is padding.
@@ -145,7 +145,7 @@ class ExpertBalance:
             self._watching = False
 
     def end_survey(self) -> None:
-        """Compute `f_e`, divided by the number of tokens, from the recorded microbatches, in a collective call."""
+        """Compute `f_e`, divided by the number of tokens, from the recorded microbatches. The call is collective."""
         counts = torch.stack(self._counts).sum(0)
         dist.all_reduce(counts)
         dist.all_reduce(self._rows)
@@ -153,7 +153,7 @@ class ExpertBalance:
         self.start_update()
 
     def loss(self) -> Tensor:
-        """Return this microbatch's part of the auxiliary loss, which is the sum of the parts on all ranks."""
+        """Return this microbatch's part of the auxiliary loss. The loss is the sum of all parts on all ranks."""
         assert self._shares is not None, "the survey comes first"
         shares, logits, self._logits = self._shares, self._logits, []
         loss = sum((self._probabilities(layer) @ shares for layer in logits), torch.zeros((), device=self._device))
@@ -162,7 +162,7 @@ class ExpertBalance:
         return loss
 
     def end_update(self) -> dict[str, float]:
-        """Return the metrics of the update, equal on all ranks, in a collective call.
+        """Return the metrics of the update, equal on all ranks. The call is collective.
 
         Returns:
             The metrics of `expert_routing.load_metrics`, and `moe/aux_loss` if there is an auxiliary loss.
@@ -197,16 +197,16 @@ class ExpertBalance:
             self._logits.append(output[0])
 
     def _probabilities(self, logits_NE: Tensor) -> Tensor:
-        """Return the sum `[E]` of the experts' probabilities over the real tokens."""
+        """Return the sum `[E]` of the probabilities of the experts over the real tokens."""
         real_N = self._real_of(len(logits_NE))
         return (logits_NE.softmax(-1).float() * real_N[:, None]).sum(0)
 
     def _real_of(self, rows: int) -> Tensor:
-        """Return `[N]` int64: 1 for each row of a router's input that is a real token, 0 for padding."""
+        """Return `[N]` int64 with 1 for real tokens among the rows of a router's input, and 0 for padding."""
         if self._real is None:
             return torch.ones(rows, dtype=torch.int64, device=self._device)
         real = self._real
-        if real.numel() != rows:  # the tokens were divided by `expert_parallel.divide_tokens`
+        if real.numel() != rows:  # `expert_parallel.divide_tokens` has divided them
             real = nn.functional.pad(real, (0, -real.shape[1] % self._parts)).chunk(self._parts, 1)[self._part]
         return real.flatten().long()
 
@@ -214,10 +214,10 @@ class ExpertBalance:
 def watch_experts(
     hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> ExpertBalance | None:
-    """Attach an `ExpertBalance` to a model in training, before experts are divided, and freeze routers if configured.
+    """Attach an `ExpertBalance` to a model in training before experts are divided. Freeze routers if configured.
 
     Returns:
-        The balance, or None for a model without experts and in a pipeline, whose stages have different layers.
+        The balance. None for a model without experts, and in a pipeline, whose stages have different layers.
 
     Raises:
         ConfigError: an auxiliary loss is configured in a pipeline. `mesh_check` finds this before a run.
@@ -244,7 +244,7 @@ _TOPK = (torch.topk, Tensor.topk)
 
 
 def check_configuration(config: PretrainedConfig) -> None:
-    """Call `require_replayable` for a model that is made on the meta device, which takes seconds for large models.
+    """Call `require_replayable` for a model on the meta device, which takes seconds for large models.
 
     Raises:
         ConfigError: the experts of the model cannot be replayed.
@@ -255,7 +255,7 @@ def check_configuration(config: PretrainedConfig) -> None:
 
 
 def require_replayable(hf: PreTrainedModel) -> None:
-    """Test the replay on a copy of the first router of each class, with random weights, so the model needs no weights.
+    """Test the replay on a copy of the first router of each class, with random weights.
 
     Raises:
         ConfigError: the model has no experts, or its routers choose them in a way that cannot be replayed.
@@ -269,7 +269,7 @@ def require_replayable(hf: PreTrainedModel) -> None:
 
 
 class ReplayedRouters:
-    """The routers of a model, which choose the recorded experts of the current microbatch.
+    """Routers of a model that choose the recorded experts of the current microbatch.
 
     Args:
         hf: a model with experts, before layers or experts are divided among ranks.
@@ -283,7 +283,7 @@ class ReplayedRouters:
         require_replayable(hf)
         experts, routers = list(find_experts(hf).values()), find_routers(hf)
         self.counts = ReplayCounts(device)
-        """Counts the tokens of an update, with and without recorded experts."""
+        """Counter of an update's tokens, with and without recorded experts."""
         self._parts, self._part = (1, 0) if tensor is None else (tensor.size(), tensor.get_local_rank())
         self._experts: Tensor | None = None
         self._of_token = _experts_of_a_token(hf)
@@ -293,7 +293,7 @@ class ReplayedRouters:
             router.forward = forward
 
     def use(self, inputs: ModelInputs) -> None:
-        """Replay the experts of a microbatch from now on, until the next call.
+        """Replay the experts of a microbatch until the next call.
 
         Raises:
             ConfigError: the recorded experts are those of another model.
@@ -311,7 +311,7 @@ class ReplayedRouters:
             self.counts.add(inputs.routed_experts, real)
 
     def stop(self) -> None:
-        """Let the routers choose the experts themselves again."""
+        """Stop the replay, so that routers choose the experts themselves."""
         self._experts = None
 
     def _route(self, forward: Any, layer: int, number: int, *args: Any, **kwargs: Any) -> Any:
@@ -321,8 +321,8 @@ class ReplayedRouters:
             return forward(*args, **kwargs)
 
     def _of_rows(self, experts_btk: Tensor, rows: int) -> Tensor:
-        """Return the recorded experts `[N, k]` int64 of a router's tokens, which may be a part of the microbatch."""
-        if experts_btk.shape[:2].numel() != rows:  # the tokens were divided by `expert_parallel.divide_tokens`
+        """Return the recorded experts `[N, k]` int64 of a router's tokens, which may be a part of the microbatch's."""
+        if experts_btk.shape[:2].numel() != rows:  # `expert_parallel.divide_tokens` has divided them
             missing = -experts_btk.shape[1] % self._parts
             padded = nn.functional.pad(experts_btk, (0, 0, 0, missing), value=-1)
             experts_btk = padded.chunk(self._parts, 1)[self._part]
@@ -330,7 +330,7 @@ class ReplayedRouters:
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces a router's choice of k among E experts while the router runs."""
+    """Replacement for a router's choice of k among E experts, while the router runs."""
 
     def __init__(self, recorded: Any, number: int) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ class _Chosen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         scores = args[0] if func in _TOPK and args else None
-        # Some routers first choose groups of experts, also by topk, from scores of another shape.
+        # # Some routers first choose groups of experts with topk, from scores of another shape.
         if scores is None or scores.dim() != 2 or scores.shape[1] != self._number:
             return result
         own = result.indices
@@ -355,13 +355,13 @@ def _experts_of_a_token(hf: PreTrainedModel) -> int:
     names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
     found: Sequence[int] = [value for name in names if isinstance(value := getattr(config, name, None), int)]
     if not found:
-        raise ConfigError(_refusal(hf, "does not say how many experts a token has"))
+        raise ConfigError(_refusal(hf, "does not define how many experts a token has"))
     return found[0]
 
 
 @torch.no_grad()
 def _can_replay(router: nn.Module, number: int, of_token: int) -> bool:
-    """Return whether a copy of a router with random weights can be made to choose given experts with weights not 0."""
+    """Return whether a router's copy with random weights can choose given experts, with nonzero weights."""
     tried = copy.deepcopy(router).to_empty(device="cpu").float().eval()
     generator = torch.Generator().manual_seed(0)
     for tensor in [*tried.parameters(), *tried.buffers()]:

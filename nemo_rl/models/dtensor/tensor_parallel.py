@@ -8,13 +8,13 @@ rank's local parts. A decoder layer consists of *blocks* (attention, MLP) betwee
 `enter` gives every rank the same hidden states and sums their gradient; `leave` sums the outputs. With sequence
 parallelism the residual stream is divided along the sequence: `enter` gathers it, `leave` reduces and scatters.
 
-Modules that no plan names (linear attention, convolutions) stay whole on every rank, outside of blocks. With sequence
-parallelism such a module gets all tokens, because it may mix them, and each rank keeps the outputs of its own tokens.
+Modules that are not in a plan (linear attention, convolutions) are not divided and are outside of blocks. With sequence
+parallelism, such a module gets all tokens, because it may mix them, and each rank keeps the outputs of its own tokens.
 
 Invariant: inside a block, the gradients of undivided parameters (per-head norms, MLA's down-projections, routers, A of
-an adapter on a column layer) are partial, and are summed over the ranks. So no architecture needs special styles.
-Outside of blocks every rank computes the same, and gradients are whole. With sequence parallelism ranks compute
-different tokens, and gradients in the body are partial there too. A scoring head gets whole rows on every rank.
+an adapter on a column layer) are partial, and are summed over the ranks. Therefore no architecture needs special
+styles. Outside of blocks, all ranks compute the same values, and gradients are whole. With sequence parallelism ranks
+compute different tokens, and gradients in the body are partial there too. A scoring head gets whole rows on every rank.
 
 Source: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
 """
@@ -43,7 +43,7 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tensor-parallel ranks, and the operations between blocks and the residual stream."""
+    """The tensor-parallel ranks, and the communication between blocks and the residual stream."""
 
     mesh: DeviceMesh
     """Mesh with one axis: the tensor-parallel ranks of this rank's group."""
@@ -62,7 +62,7 @@ class TensorParallel:
         return collectives.reduce_gradient(hidden, self.group)
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
-        """Return this rank's tokens `[b, T / tp, D]` of a tensor `[b, T, D]` that all ranks have computed."""
+        """Return this rank's tokens `[b, T / tp, D]` of a tensor `[b, T, D]` that all ranks computed."""
         return collectives.part_of(hidden, 1, self.group)
 
     def leave(self, hidden: Tensor) -> Tensor:
@@ -74,19 +74,19 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class _Local:
-    """Replacement of one parameter by a local tensor while its module runs."""
+    """Replacement of a parameter by a local tensor while its module runs."""
 
     gradient: Placement
-    """Placement of the gradient of the local part."""
+    """Placement of the local tensor's gradient."""
     zero: bool = False
-    """Use zeros on this rank, because another rank adds the whole parameter."""
+    """Whether this rank uses zeros, because another rank adds the whole parameter."""
     rows: Tensor | None = None
     """`[R]` rows of a fused layer that this rank uses, after the parameter is gathered; None uses the local part."""
     dim: int = 0
     """Dimension along which the parameter is divided."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the local tensor with which the module computes."""
+        """Return the local tensor that the module uses."""
         if not isinstance(parameter, DTensor):
             return parameter
         local = parameter.to_local(grad_placements=[self.gradient])
@@ -111,7 +111,7 @@ def divide_layers(
         hf: the model, unsharded except for its experts.
         experts: names of the modules of experts, which this function does not divide.
         dispatched: whether experts get tokens from other ranks. If so, the ranks divide the tokens of a block with
-            experts, and the other modules of the block stay whole.
+            experts, and its other modules are not divided.
 
     Raises:
         ConfigError: a size is not a multiple of the number of ranks, or a divided module is in no block.
@@ -127,7 +127,7 @@ def divide_layers(
     for name, module in hf.named_modules():
         if _within(name, experts):
             continue
-        # With sequence parallelism all modules of the body outside of blocks see parts of rows; the head does not.
+        # # With sequence parallelism, all modules of the body outside of blocks get parts of rows. The head does not.
         of_part = _within(name, [*blocks, *token_blocks]) or (tensor.sequence_parallel and _within(name, [body_name]))
         _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
     for name in blocks:
@@ -147,7 +147,7 @@ def divide_layers(
 
 
 class _Divided:
-    """Divides parameters, and divides a parameter that has several names (tied weights) only once."""
+    """Divide parameters. A parameter with several names (tied weights) is divided only once."""
 
     def __init__(self, hf: nn.Module) -> None:
         uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
@@ -155,11 +155,11 @@ class _Divided:
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def of(self, parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
-        """Return the sharded parameter that replaces a whole one."""
+        """Return the sharded parameter that replaces the given whole parameter."""
         if id(parameter) in self._made:
             return self._made[id(parameter)][1]
         made = as_sharded(parameter, placement, mesh)
-        if id(parameter) in self._tied:  # the whole parameter is kept too, so that no other object gets its id
+        if id(parameter) in self._tied:  # keeping the whole parameter reserves its id
             self._made[id(parameter)] = (parameter, made)
         return made
 
@@ -208,7 +208,7 @@ def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
 def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
     """Return the names of the direct children of decoder layers, outside of blocks, that may mix tokens.
 
-    These are all children with a matrix; children with only vectors (norms) treat tokens separately.
+    These are all children with a matrix. Children with vectors only (norms) process tokens separately.
     """
     names = {id(module): name for name, module in hf.named_modules()}
     children = [child for layer in decoder_layers(hf) for child in layer.children()]
@@ -217,12 +217,12 @@ def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
 
 
 def _within(name: str, owners: Iterable[str]) -> bool:
-    """Return whether a module or parameter is one of the owners, or inside one of them."""
+    """Return whether a module or parameter is one of the owners or is inside one of them."""
     return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
 
 
 def _count_own_heads(block: Any, ranks: int) -> None:
-    """Set a block's numbers of heads to those of this rank, because the block splits a fused layer's output by them."""
+    """Set a block's numbers of heads to those of this rank. The block splits a fused layer's output by them."""
     block.config = copy(block.config)
     for owner in (block, block.config):
         for field in ("num_attention_heads", "num_heads", "num_key_value_heads"):
@@ -231,7 +231,7 @@ def _count_own_heads(block: Any, ranks: int) -> None:
 
 
 def _planned(hf: PreTrainedModel, plan: Plan) -> dict[str, Style]:
-    """Return the names of the modules and parameters that a plan divides, with their styles."""
+    """Return the names and styles of the modules and parameters that a plan divides."""
     names = [*(name for name, _ in hf.named_modules()), *(name for name, _ in hf.named_parameters())]
     return {name: style for name in names if (style := style_of(name, plan)) is not None}
 
@@ -254,7 +254,7 @@ def _divide_module(
     *,
     partial_gradient: bool,
 ) -> None:
-    """Replace a module's own parameters by DTensors, and make the module compute with their local parts."""
+    """Replace a module's own parameters with DTensors, and make the module use their local parts."""
     views: dict[str, _Local] = {}
     style = styles.get(name)
     for parameter_name, parameter in list(module.named_parameters(recurse=False)):
@@ -290,9 +290,9 @@ def _view(
 
 
 def _own_rows(parts: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
-    """Return the indices of a fused layer's rows that belong to this rank's heads or features, part by part.
+    """Return the indices of a fused layer's rows for this rank's heads or features, part by part.
 
-    The indices are on the mesh's device, so that a forward pass does not have to copy them.
+    The indices are on the mesh's device, so that a forward pass need not copy them.
     """
     starts = torch.tensor([0, *parts[:-1]]).cumsum(0).tolist()
     size, rank = mesh.size(), mesh.get_local_rank()
@@ -307,17 +307,17 @@ def _require_divisible(name: str, parameter: Tensor, placement: Placement, style
     for size in sizes:
         if size % ranks:
             raise ConfigError(
-                f"{name} has {size} outputs or inputs to divide, which is no multiple of "
+                f"{name} has {size} outputs or inputs to divide, which is not a multiple of "
                 f"policy.dtensor_cfg.tensor_parallel_size={ranks}."
             )
 
 
 def _divide_lookup(embedding: nn.Embedding, tensor: TensorParallel) -> None:
-    """Make each rank look up tokens in its own rows of the embedding, and sum the results over the ranks."""
+    """Make each rank look up tokens in its own rows of the embedding, and sum the results over ranks."""
     rows = embedding.weight.shape[0] // tensor.mesh.size()
     first = rows * tensor.mesh.get_local_rank()
     padding = embedding.padding_idx
-    # `padding_idx`, the row without a gradient, must count from this rank's first row.
+    # # `padding_idx`, the row without a gradient, must be counted from this rank's first row.
     embedding.padding_idx = padding - first if padding is not None and 0 <= padding - first < rows else None
     lookup: Any = embedding
     lookup.forward = partial(_look_up, embedding.forward, tensor, first, rows)

@@ -1,10 +1,10 @@
-"""Plans of how tensor-parallel ranks divide the parameters of an architecture.
+"""Find the plan by which tensor-parallel ranks divide the parameters of an architecture.
 
 A plan maps names of modules or parameters, with `*` for layer numbers, to a `Style`. It comes from the user
 (`policy.dtensor_cfg.custom_parallel_plan`), or from the model's own `tp_plan` and the additions in `OWN`. A style in
-`tp_plan` only says which dimension to divide; `tensor_parallel` knows where to communicate. Experts are not in a plan,
-because `expert_parallel` finds them. Most plans of transformers leave out shared experts, which `shared_experts` finds
-by their shape.
+`tp_plan` only defines which dimension to divide. `tensor_parallel` decides where to communicate. Experts are not in a
+plan, because `expert_parallel` finds them. Most plans of transformers leave out shared experts, which `shared_experts`
+finds by their shape.
 """
 
 import re
@@ -24,18 +24,18 @@ from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
 type How = Literal["column", "row", "vocabulary"]
-"""`column` divides the outputs of a linear layer (or a parameter with one value per head), `row` its inputs, and
-`vocabulary` the rows of an embedding or of the output head."""
+"""`column` divides the outputs of a linear layer (or a parameter with one value per head), `row` divides its inputs,
+and `vocabulary` divides the rows of an embedding or of the output head."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """Division of a module or a parameter."""
+    """How a module or a parameter is divided."""
 
     how: How
     """The kind of division."""
     parts: tuple[int, ...] = ()
-    """Numbers of outputs of the layers that a fused `column` layer combines; empty if it is a single layer."""
+    """Numbers of outputs of the layers that a fused `column` layer combines. Empty for a single layer."""
     dim: int | None = None
     """Dimension to divide, for a parameter that is not a linear layer's weight (experts `[E, in, out]`)."""
 
@@ -103,7 +103,7 @@ OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
     "llama4_text": _llama4,
     "phi3": _phi3,
 }
-"""Functions by `model_type` that return additions to the model's own plan; names are relative to the decoder body."""
+"""Functions by `model_type` that return additions to the model's own plan. Names are relative to the decoder body."""
 
 
 def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]:
@@ -140,10 +140,10 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
 
 
 def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, *, scores: bool = False) -> Plan:
-    """Return the plan of a model that is made on the meta device (one second for 70B parameters).
+    """Return the plan of a model, which is made on the meta device (one second for 70B parameters).
 
     Args:
-        custom: see `plan_for`.
+        custom: argument of `plan_for`.
         scores: whether the model has a scalar head.
 
     Raises:
@@ -155,7 +155,7 @@ def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, 
             model = kind.from_config(config)
     except (*CANNOT_BE_MADE, KeyError, IndexError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{kind.__name__} makes no model of the type {config.model_type}: {said}") from error
+        raise ConfigError(f"{kind.__name__} cannot make a model of the type {config.model_type}: {said}") from error
     return plan_for(model, custom)
 
 
@@ -181,7 +181,7 @@ def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collecti
 
 
 def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
-    """Return the styles of a module's linear layers by name. The dict is empty if it is no feed-forward layer."""
+    """Return the styles of a module's linear layers by name, or an empty dict if it is not a feed-forward layer."""
     width = getattr(hf.config.get_text_config(), "hidden_size", None)
     linear = {name: child for name, child in module.named_children() if hasattr(child, "out_features")}
     down = [name for name, child in linear.items() if child.out_features == width]
@@ -222,7 +222,7 @@ def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
 
 
 def _vocabulary(hf: PreTrainedModel) -> dict[str, Style]:
-    """Return styles for the input embedding and the output head, if the head is one of a vocabulary."""
+    """Return styles for the input embedding and for the output head if it is one of a vocabulary."""
     names = {id(module): name for name, module in hf.named_modules()}
     ends = (hf.get_input_embeddings(), hf.get_output_embeddings())
     return {names[id(module)]: VOCABULARY for module in ends if module is not None and id(module) in names}

@@ -1,7 +1,7 @@
-"""The PyTorch-native backend for runs and tools: checks of a configuration, and checkpoints without loading a model.
+"""Implement the PyTorch-native backend for runs and tools, which check configurations and convert checkpoints.
 
 Checkpoints already hold safetensors under Hugging Face names (`checkpoints.model_files`). An export copies these files
-(`huggingface.folders`), adds the tokenizer and optionally changes the dtype. It works for models with any head.
+(`huggingface.folders`), adds the tokenizer and optionally changes the dtype. This works for models with any head.
 `checkpoints.lora_export` exports adapters that have no merged weights.
 """
 
@@ -32,7 +32,7 @@ class DTensorTraining(FolderBackend):
     offloads_trained_weights = True
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Check optimizer, schedule and mesh, and prove the mesh on a small model (see `TrainingBackend.check`)."""
+        """Check optimizer, schedule and mesh, and prove the mesh on a small model (`TrainingBackend.check`)."""
         from nemo_rl.models.dtensor.optimizer import check_optimizer
 
         check_optimizer(policy, section)
@@ -48,7 +48,7 @@ class DTensorTraining(FolderBackend):
             prove_mesh(policy, layout, model, section)
 
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Check the mesh without a proof (see `TrainingBackend.check_sizes`)."""
+        """Check the mesh without a proof (`TrainingBackend.check_sizes`)."""
         layout = self.layout_of(policy, num_ranks, section)
         from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.dtensor.mesh_check import check_mesh
@@ -63,7 +63,7 @@ class DTensorTraining(FolderBackend):
             check_configuration(model)
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
-        """See `TrainingBackend.accepted_rows`. Pipeline and context parallelism accept plain token ids only."""
+        """Return the accepted rows. Pipeline and context parallelism accept plain token ids only."""
         section = policy.training_backend or policy.dtensor_cfg
         sizes = {"pipeline": section.pipeline_parallel_size, "context": section.context_parallel_size}
         divided = [f"{name}_parallel_size={size}" for name, size in sizes.items() if size > 1]
@@ -77,7 +77,7 @@ class DTensorTraining(FolderBackend):
         return DTensorRank
 
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-        """Return a lower bound of the bytes that a checkpoint needs while it is written, or None if it is not known.
+        """Return a lower bound of a checkpoint's bytes while it is written, or None if it is unknown.
 
         It counts float32 weights, twice while their parts are joined, Adam's moments and the consolidated model.
         """
@@ -100,14 +100,14 @@ class DTensorTraining(FolderBackend):
         copy_model_folder(weights / MODEL_FOLDER, target, dtype)
 
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
-        """Read a folder with the reader of training (see `FolderBackend.read_into`)."""
+        """Read a folder as training does (`FolderBackend.read_into`)."""
         from nemo_rl.models.dtensor.checkpoints.model_files import load_weights
 
         load_weights(model, weights)
 
 
 def _require_plan(policy: PolicyConfig, model: "PretrainedConfig") -> None:
-    """Raise a ConfigError if there is no plan of how tensor-parallel ranks divide the model's layers."""
+    """Raise a ConfigError if there is no plan for dividing the model's layers over tensor-parallel ranks."""
     from nemo_rl.models.dtensor.tensor_plans import plan_for_configuration
 
     plan_for_configuration(model, policy.dtensor_cfg.custom_parallel_plan, scores=policy.reward_model_cfg.enabled)

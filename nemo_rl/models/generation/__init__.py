@@ -1,4 +1,4 @@
-"""Sample from the policy with engines, and serve rollouts with a group of engines. Re-exports the interface.
+"""Sample from the policy with engines, and serve rollouts with a group of engines. Re-export the interface.
 
 Importing this package loads no engine. `factory` chooses an engine and builds it in an actor.
 """

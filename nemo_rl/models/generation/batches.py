@@ -1,7 +1,7 @@
-"""Generate whole batches with engines that belong to no run, for programs written for NeMo RL.
+"""Generate whole batches with engines outside of a run, for programs written for NeMo RL.
 
-`EngineGroup` samples. This module makes requests from a batch, and a batch from their results. Invariant: token ids and
-log-probabilities are those of the engine, padded.
+`EngineGroup` samples the responses. This module converts a batch to requests, and their results to a batch. Invariant:
+token ids and log-probabilities are those of the engine, padded.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ VllmConfig = EvalGenerationConfig
 
 
 class VllmGeneration:
-    """Engines that load a model's weights themselves. `refit_policy_generation` replaces them by a policy's.
+    """Engines that load a model's weights themselves. `refit_policy_generation` replaces these by a policy's weights.
 
     Args:
-        cluster: Cluster on which the engines run, one worker on each bundle.
+        cluster: Cluster on which the engines run, with one worker per bundle.
         config: Section `policy.generation` with `model_name`. `backend` chooses the engine, despite the class name.
         name_prefix: Has no effect, because processes are named after the engine.
         workers_per_node: Must be None, because the bundles decide.
@@ -62,7 +62,7 @@ class VllmGeneration:
                 "VllmGeneration(workers_per_node=...) is not built yet: make a cluster with the bundles."
             )
         self.config = EvalMasterConfig.build(generation=config).policy
-        """The model and its sampling as a `policy` section."""
+        """A `policy` section with the model and its sampling."""
         self._tokenizer = get_tokenizer(self.config.tokenizer)
         self._sampling = sampling_params(self.config, self._tokenizer.eos_token_id, validation=False)
         self._seed, self._num_calls = seed, 0
@@ -70,7 +70,7 @@ class VllmGeneration:
         check_engine_model(self.config, machines)
         settings = engine_settings(self.config, machines, seed, load_weights=True)
         self.engines = make_engines(settings, cluster, machines)
-        """The `EngineGroup`."""
+        """The engines."""
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -83,7 +83,7 @@ class VllmGeneration:
             greedy: Whether to take the most likely token.
 
         Returns:
-            See `GenerationOutputSpec`.
+            The fields of `GenerationOutputSpec`.
         """
         rows = zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
         prompts = [ids[:length].tolist() for ids, length in rows]
@@ -91,7 +91,7 @@ class VllmGeneration:
         return padded(prompts, answers, self._tokenizer.pad_token_id)
 
     def generate_text(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Continue B texts `prompts`, up to the optional `stop_strings`, and return `texts`."""
+        """Continue the texts of B `prompts`, up to the optional `stop_strings`, and return `texts`."""
         prompts = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in data["prompts"]]
         answers = self._answers(prompts, data.get("stop_strings"), greedy)
         texts = [
@@ -101,7 +101,7 @@ class VllmGeneration:
         return BatchedDataDict({"texts": texts})
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Allocate the memory again that `finish_generation` freed."""
+        """Allocate the memory that `finish_generation` freed."""
         return self._on_all("wake_up")
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -152,7 +152,7 @@ def cluster_config(cluster: RayVirtualCluster) -> ClusterConfig:
 def padded(
     prompts: list[list[int]], answers: list[GenerationResult], pad_token_id: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Pad prompts and answers to tensors, see `GenerationOutputSpec`."""
+    """Pad prompts and answers to tensors, as `GenerationOutputSpec` defines them."""
     lengths = [len(prompt) + len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
     shape = (len(lengths), max(lengths, default=0))
     output_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
@@ -171,6 +171,6 @@ def padded(
 
 
 def _finished[T](coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and return its result, even if this thread already runs an event loop, as in a notebook."""
+    """Run a coroutine and return its result, even in a thread with a running event loop (notebooks)."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(asyncio.run, coroutine).result()

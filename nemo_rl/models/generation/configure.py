@@ -1,4 +1,4 @@
-"""Complete `policy.generation` for programs written for NeMo RL. Runs of this library do this by themselves."""
+"""Complete the section `policy.generation` for programs written for NeMo RL. Runs complete it themselves."""
 
 from collections.abc import MutableMapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Decode rows that enter and leave between steps, with a cache that holds their tokens (continuous batching).
+"""Decode rows with continuous batching: rows enter and leave between steps, and a cache holds their tokens.
 
     waiting ─► admitted: read whole ─┐
     active:  read their last token ──┴─► one pass ─► draws ─► finished rows leave, and free their room
@@ -6,10 +6,10 @@
        └── the cache is full: the newest row waits ◄───┘
 
 Rows that begin with the same tokens share their cached keys and values. Orca (Yu et al. 2022) describes the schedule,
-and vLLM (Kwon et al. 2023, arXiv:2309.06180) the preemption of the newest row, which later reads its tokens again.
+and vLLM (Kwon et al. 2023, arXiv:2309.06180) the preemption of the newest row, whose tokens are later computed again.
 
-`TokenCache` assigns each token of a row its own place in the key-value cache, so no place is lost to padding or blocks.
-If a new row begins like a row that runs or has ended, it uses the same places for the common tokens, and does not read
+`TokenCache` assigns each token of a row its own position in the key-value cache, so padding and blocks waste no memory.
+If a new row begins like a running or ended row, it uses the same positions for the common tokens, and does not read
 these tokens again. The places of ended rows are reused when no other place is free, beginning with the row that ended
 first. Every rank of an engine has such a cache. Invariant: the same calls give the same places on all ranks.
 """
@@ -35,21 +35,21 @@ from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.utils.errors import GenerationError
 
 MOST_ENDED = 256
-"""Number of ended rows whose tokens are kept. A new row is compared with each of them."""
+"""Number of ended rows whose tokens stay in the cache. A new row is compared with each of them."""
 
 
 class Cost(NamedTuple):
-    """Numbers of tokens and places that a row needs when it enters."""
+    """Numbers of tokens to read and of cache positions that a row needs when it enters."""
 
     num_new: int
     """Number of tokens that the row has to read."""
     room: int
-    """Number of places for the row that no running row holds yet."""
+    """Number of cache positions for the row that no running row holds yet."""
 
 
 @dataclass
 class _Held:
-    """Tokens of a row and their places, of which the first `num_read` have keys and values."""
+    """Tokens of a row and their cache positions. The first `num_read` of them have keys and values."""
 
     tokens: NDArray[np.int32]
     places: NDArray[np.int64]
@@ -57,38 +57,38 @@ class _Held:
 
 
 class TokenCache:
-    """Places of the tokens of rows in the cache.
+    """Positions of the tokens of rows in the cache.
 
     Args:
         num_places: Number of tokens that fit into the cache.
 
     Attributes:
         num_places: Number of tokens that fit into the cache.
-        room: Number of places that no running row holds.
+        room: Number of positions that no running row holds.
     """
 
     def __init__(self, num_places: int, device: torch.device) -> None:
         self.num_places = self.room = num_places
         self._device = device
         self._free = np.arange(num_places)[::-1].copy()
-        """The first `_num_free` entries are the places that no row holds. The last of these is used next."""
+        """The first `_num_free` entries are the positions that no row holds. The last of these is used next."""
         self._num_free = num_places
         self._holders, self._users = np.zeros((2, num_places), np.int32)
-        """Number of rows that hold each place, and number of running rows that do."""
+        """Number of rows that hold each position, and number of running rows that do."""
         self._running: dict[str, _Held] = {}
         self._ended: dict[str, _Held] = {}
-        """Ended rows. The first one ended, or was last shared, longest ago."""
+        """Ended rows, starting with the row that ended or was last shared longest ago."""
         self._layers: dict[int, KeysAndValues] = {}
 
     def cost(self, token_ids: Sequence[int]) -> Cost:
-        """Return the numbers of tokens and places that a row with these tokens would need."""
+        """Return the numbers of tokens to read and of positions that a row with these tokens would need."""
         other, length = self._longest_start(np.array(token_ids, np.int32))
         num_new = len(token_ids) - length
         unused = 0 if other is None else np.count_nonzero(self._users[self._held(other).places[:length]] == 0)
         return Cost(num_new, num_new + int(unused))
 
     def enter(self, row: str, token_ids: Sequence[int]) -> int:
-        """Assign places to a new row's tokens, and return how many of them (not the last one) need not be read."""
+        """Assign positions to a new row's tokens. Return how many of them, without the last, need not be read."""
         tokens = np.array(token_ids, np.int32)
         other, length = self._longest_start(tokens)
         places = np.empty(0, np.int64) if other is None else self._held(other).places[:length]
@@ -102,7 +102,7 @@ class TokenCache:
         return length
 
     def leave(self, rows: Iterable[str]) -> None:
-        """Let rows end. Their tokens stay in the cache until their places are needed."""
+        """Mark rows as ended. Their tokens stay in the cache until their positions are needed."""
         for row in rows:
             held = self._ended[row] = self._running.pop(row)
             self._users[held.places] -= 1
@@ -111,13 +111,13 @@ class TokenCache:
             self._drop_oldest()
 
     def clear(self) -> None:
-        """Forget all rows, because the weights have changed."""
+        """Remove all rows, because the weights have changed."""
         self.leave(list(self._running))
         while self._ended:
             self._drop_oldest()
 
     def release(self) -> None:
-        """Free the memory if no row runs. The next pass allocates it again."""
+        """Free the memory if no row is running. The next pass allocates it again."""
         if not self._running:
             self.clear()
             self._layers.clear()
@@ -126,7 +126,7 @@ class TokenCache:
         """Append tokens to running rows, and describe the pass that reads all of their new tokens.
 
         Args:
-            rows: Tokens to append to each row. A row that has just entered has none.
+            rows: Tokens to append to each row. A row that has just entered has no tokens to append.
         """
         for row, token_ids in rows.items():
             self._extend(self._running[row], np.array(token_ids, np.int32))
@@ -151,7 +151,7 @@ class TokenCache:
         return self._running[row] if row in self._running else self._ended[row]
 
     def _longest_start(self, tokens: NDArray[np.int32]) -> tuple[str | None, int]:
-        """Return the row that shares the most first tokens with `tokens`, and their number, without the last token."""
+        """Return the row that shares the most first tokens with `tokens`, and their number without the last token."""
         best, length, most = None, 0, len(tokens) - 1
         for row, held in chain(self._running.items(), self._ended.items()):
             reach = min(most, len(held.tokens))
@@ -172,7 +172,7 @@ class TokenCache:
         held.tokens, held.places = np.concatenate([held.tokens, tokens]), np.concatenate([held.places, places])
 
     def _drop_oldest(self) -> None:
-        """Forget the row that ended or was shared longest ago."""
+        """Remove the row that ended or was last shared longest ago."""
         places = self._ended.pop(next(iter(self._ended))).places
         self._holders[places] -= 1
         freed = places[self._holders[places] == 0]
@@ -184,20 +184,20 @@ class TokenCache:
 
 
 MOST_ROWS = 256
-"""Largest number of rows in one pass. Their logits, `[rows, V]`, are in memory at the same time."""
+"""Largest number of rows in one pass, whose logits `[rows, V]` are in memory at the same time."""
 MOST_NEW_TOKENS = 8192
-"""Number of tokens of admitted rows in one pass, because activations take memory. A longer row is read alone."""
+"""Number of tokens of new rows in one pass, limited because activations take memory. A longer row is read alone."""
 _SPARE = 0.01
-"""Share of the cache that admission leaves free, so that running rows can grow before one has to wait again."""
+"""Share of the cache that is not given to new rows, so that running rows can grow before one has to wait."""
 
 
 class ContinuousEngine(RowsEngine):
-    """A `RowsEngine` whose cache holds the tokens of any rows.
+    """A `RowsEngine` whose cache stores the tokens of all rows.
 
     Args:
         settings: Context limit and tokenizer.
-        vocab_size: Number of token ids that prompts may hold.
-        cache: Cache that assigns places to tokens.
+        vocab_size: Number of token ids that prompts may contain.
+        cache: Cache that assigns positions to tokens.
 
     Raises:
         GenerationError: A row of the longest length does not fit into the cache.
@@ -219,7 +219,7 @@ class ContinuousEngine(RowsEngine):
         """Compute a pass.
 
         Args:
-            rows: Tokens that each row continues with. A row that has just entered has none.
+            rows: Tokens to append to each row. A row that has just entered has none.
 
         Returns:
             `[b, V]` logits after the last token of each row.
@@ -239,7 +239,7 @@ class ContinuousEngine(RowsEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """See `SteppedEngine.step`. All tokens of an active row but the last one are in the cache."""
+        """Advance all rows (`SteppedEngine.step`). The cache has all tokens of a row but the last one."""
         is_full = self._make_room()
         rows = {row.request_id: row.token_ids[-1:] for row in self._active}
         rows |= {} if is_full else self._admitted()
@@ -250,7 +250,7 @@ class ContinuousEngine(RowsEngine):
         return self.take_finished(list(self._active))
 
     def _make_room(self) -> bool:
-        """Preempt the newest rows until all others can grow by a token, and return whether any row was preempted."""
+        """Preempt the newest rows until all other rows can grow by a token. Return whether any row was preempted."""
         taken_out = []
         while len(self._active) > self._cache.room:
             taken_out.append(self._active.pop())
@@ -260,7 +260,7 @@ class ContinuousEngine(RowsEngine):
         return bool(taken_out)
 
     def _admitted(self) -> dict[str, list[int]]:
-        """Let the first waiting rows enter that fit into the cache, and return them in the form of `read`."""
+        """Let the first waiting rows that fit into the cache enter, and return them in the form of `read`."""
         admitted: dict[str, list[int]] = {}
         left, most_new = len(self._active) + int(_SPARE * self._cache.num_places), MOST_NEW_TOKENS
         for row in self._waiting[: MOST_ROWS - len(self._active)]:
@@ -283,7 +283,7 @@ class ContinuousEngine(RowsEngine):
             self.leave(finished)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`. Unfinished rows are read again."""
+        """Activate the loaded weights. Unfinished rows are read again (`SteppedEngine.finish_loading`)."""
         unbound = self.put_in_force()
         if changed:
             self.clear()

@@ -1,6 +1,6 @@
 """Control several engines: distribute requests, collect results, and replace engines that die.
 
-The following runs on the rollout event loop (see `experience.event_loop`), unless it says otherwise:
+All of the following runs on the rollout event loop (`experience.event_loop`) if nothing else is said:
 
     generate() ─► choose an engine ─► its outbox ─► _flush (next tick, one call per engine) ─► worker.submit
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
@@ -13,8 +13,8 @@ The following runs on the rollout event loop (see `experience.event_loop`), unle
     the training thread finds a dead engine (`with_replacements`) ─► revive_dead, then the call again
 
 An engine has one worker or several (`interfaces.engine_of`). Requests go to the first worker. If any worker dies, the
-engine is dead. A thread holds `exclusively` while it replaces engines or moves weights, so a dead engine that two
-threads find is replaced once. Invariants: a request is answered exactly once, with the same tokens whichever engine
+engine is dead. A thread holds `exclusively` while it replaces engines or moves weights, so a dead engine is replaced
+once, even if two threads find it. Invariants: a request is answered exactly once, with the same tokens whichever engine
 serves it. A request that no caller waits for is aborted in its engine.
 """
 
@@ -64,25 +64,25 @@ from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerD
 logger = logging.getLogger(__name__)
 
 _REVIVAL_END_S = 10.0
-"""Seconds that `shutdown` waits for a revival that it has interrupted."""
+"""Seconds for which `shutdown` waits for a replacement that it has interrupted."""
 
 _BUSY_FACTOR = 4
-"""Factor by which the allowed time of silence is longer for an engine whose process computes."""
+"""Factor that increases the time limit of a silent engine if its process computes."""
 _BUSY_SHARE = 0.1
-"""Share of a core that a process uses at least if it computes."""
+"""Share of a core that a computing process uses at least."""
 
 
 class EngineGroup(GenerationInterface):
-    """Engines that share one `generate`, for one event loop at a time.
+    """Engines with a common `generate`, for one event loop at a time.
 
     Args:
         workers: Group of all `GenerationWorker`s.
         setup_timeout_s: Time limit for the start of an engine, in seconds.
         max_restarts: Number of dead engines that the run replaces.
         turn_timeout_s: Seconds to wait for another thread in `exclusively`. If None, `setup_timeout_s`.
-        workers_per_engine: See `EngineSettings.num_workers`. It is also an attribute.
+        workers_per_engine: `EngineSettings.num_workers`, which is also an attribute.
         silence_s: Seconds that an engine with open requests may be silent.
-        num_engines_file: File with the number of engines, see `members`. If None, all engines run.
+        num_engines_file: File with the number of engines (`members`). If None, all engines run.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class EngineGroup(GenerationInterface):
         num_engines_file: Path | None = None,
     ):
         self.workers = workers
-        """The worker group. `algorithms.rollout.refit` also moves weights through it."""
+        """The worker group. `algorithms.rollout.refit` also sends weights through it."""
         self.weight_version = 0
         self.load_weights: Callable[[], None] | None = None
-        """Function that loads the current weights into new engines. It is set by `algorithms.rollout.refit`."""
+        """Function that loads the current weights into new engines. `algorithms.rollout.refit` sets it."""
         self.workers_per_engine = workers_per_engine
         self._setup_timeout_s = setup_timeout_s
         self._turn_timeout_s = turn_timeout_s or setup_timeout_s
@@ -109,7 +109,7 @@ class EngineGroup(GenerationInterface):
         self._flush_is_due = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: Exception | None = None
-        """Reason why no further request is accepted."""
+        """Reason why no more requests are accepted. None while they are accepted."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._replacing = threading.RLock()
         members: dict[int, Member] = {}
@@ -123,7 +123,7 @@ class EngineGroup(GenerationInterface):
 
     @property
     def _running(self) -> list[Member]:
-        """The engines that take part in syncs. They are the first ones of all engines."""
+        """Return the engines that take part in syncs, which are the first of all engines."""
         return [member for member in self._members if not member.is_away]
 
     @property
@@ -133,12 +133,12 @@ class EngineGroup(GenerationInterface):
 
     @property
     def num_workers(self) -> int:
-        """The number of workers of the running engines, whose ranks are 0, 1 ..."""
+        """The number of workers of the running engines. Their ranks are 0, 1 ..."""
         return sum(len(member.ranks) for member in self._running)
 
     @property
     def membership(self) -> int:
-        """A number that grows when an engine is replaced, joins or leaves."""
+        """A number that increases when an engine is replaced, joins or leaves."""
         return self.num_restarts + (self._scaling.num_changes if self._scaling else 0)
 
     def call_all(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> MultiWorkerFuture:
@@ -150,13 +150,13 @@ class EngineGroup(GenerationInterface):
         return [of_workers[member.ranks[0]] for member in self._running]
 
     def follow_number(self) -> None:
-        """Let engines begin to leave or to join, if a file holds the number of engines."""
+        """Let engines begin to leave or to join, if a file defines the number of engines."""
         if self._scaling is not None:
             self._scaling.follow()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Let engines leave before and join after a block (under `exclusively`) that gives all engines new weights."""
+        """Give all engines new weights in a block (under `exclusively`). Engines leave before it and join after it."""
         if self._scaling is None:
             yield
             return
@@ -200,7 +200,7 @@ class EngineGroup(GenerationInterface):
         return [found.get(id(request)) for request in requests]
 
     def _enter_loop(self) -> None:
-        """Serve the caller's event loop. Requests that an earlier loop has left unfinished are dropped."""
+        """Serve the caller's event loop. Unfinished requests of an earlier loop are dropped."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._flush_is_due = loop, False
@@ -232,7 +232,7 @@ class EngineGroup(GenerationInterface):
                 self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
-        """Send the requests gathered in this loop iteration, and make sure that a task collects the results."""
+        """Send the requests of this loop iteration, and make sure that a task collects the results."""
         self._flush_is_due = False
         for member in self._members:
             if self._end is not None:
@@ -256,7 +256,7 @@ class EngineGroup(GenerationInterface):
         watcher.add_done_callback(self._watchers.discard)
 
     async def _watch(self, member: Member, call: Any) -> None:
-        """Check that an engine accepted a call. Dead engines are handled by `_collect`."""
+        """Check that an engine accepted a call. `_collect` handles dead engines."""
         try:
             await call
         except WORKER_DEATHS:
@@ -269,7 +269,7 @@ class EngineGroup(GenerationInterface):
 
     async def _collect(self, member: Member, waits: Waits) -> None:
         """Collect results from one engine until no request is pending."""
-        # Polls of earlier engines are dropped: if another thread saw a death, it does not concern the pending requests.
+        # # Results of calls to earlier engines are dropped, because their failures do not concern the pending requests.
         member.polls = {rank: poll for rank, poll in member.polls.items() if poll[0] == member.num_starts}
         while member.unfinished:
             try:
@@ -297,7 +297,7 @@ class EngineGroup(GenerationInterface):
                 member.answer(request_id, result, now)
 
     async def _first_to_answer(self, member: Member, waits: Waits) -> int:
-        """Return the worker of an engine whose call of `collect` ends first, with results or by the worker's death."""
+        """Return the worker of an engine whose call of `collect` ends first, with results or because it died."""
         clock = asyncio.get_running_loop().time
         for rank in member.ranks:
             if rank not in member.polls:
@@ -314,7 +314,7 @@ class EngineGroup(GenerationInterface):
         return next(rank for rank, wait in waits.items() if wait.future.done())
 
     async def _is_busy(self, member: Member, waits: Waits) -> bool:
-        """Return whether a silent engine answers within a tenth of `silence_s`, or computes."""
+        """Return whether a silent engine computes, or answers within a tenth of `silence_s`."""
         before = await asyncio.to_thread(self.workers.activity, member.ranks)
         window_s = self._silence_s / 10
         if await some_answer(waits, window_s):
@@ -353,7 +353,7 @@ class EngineGroup(GenerationInterface):
         return reason
 
     def _revive(self, member: Member, called: int, cause: Callable[[], str]) -> None:
-        """Replace the engine with the `num_starts` `called`, unless another thread has replaced it already."""
+        """Replace the engine with `num_starts` equal to `called`, unless another thread has already replaced it."""
         with self.exclusively():
             self._refuse_at_the_end()
             if member.num_starts == called:
@@ -364,7 +364,7 @@ class EngineGroup(GenerationInterface):
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Keep other threads from replacing engines and moving weights. The same thread may enter again.
+        """Prevent other threads from replacing engines and sending weights. The same thread may enter again.
 
         Raises:
             DeadlineExceededError: another thread did not finish in `turn_timeout_s`.
@@ -380,10 +380,10 @@ class EngineGroup(GenerationInterface):
             self._replacing.release()
 
     def with_replacements[T](self, work: Callable[[], T]) -> T:
-        """Call a function that needs every engine. If engines turn out to be dead, replace them and call it again.
+        """Call a function that needs every engine. Replace engines that turn out to be dead, and call it again.
 
         If the function misses a deadline, engines whose processes are stopped (SIGSTOP) are replaced in the same way. A
-        replacement is awake and has no weights yet.
+        new engine is awake and has no weights yet.
 
         Raises:
             WorkerDiedError: The run's restarts are used up, or a process other than an engine died.
@@ -410,7 +410,7 @@ class EngineGroup(GenerationInterface):
         for member in self._running:
             calls = MultiWorkerFuture([self._call(rank, "ready") for rank in member.ranks], called_workers=member.ranks)
             try:
-                # All workers are called together, because a surviving rank of a dead engine may wait for the dead rank
+                # # All workers are called at once, because a surviving rank of a dead engine may wait for the dead rank
                 # forever.
                 self.workers.get_all_worker_results(calls, self._setup_timeout_s, "engine check")
             except WorkerDiedError as death:
@@ -419,7 +419,7 @@ class EngineGroup(GenerationInterface):
         return num_revived
 
     def replace_engines(self, ranks: Collection[int], reason: str) -> None:
-        """Replace the engines of some workers and load the current weights. The caller holds `exclusively`.
+        """Replace the engines of some workers, and load the current weights. The caller must hold `exclusively`.
 
         Raises:
             WorkerDiedError: the run's restarts are used up.
@@ -438,7 +438,7 @@ class EngineGroup(GenerationInterface):
         return len(stopped)
 
     def reopen(self) -> None:
-        """Accept requests again and replace dead engines, after lost policy ranks kept an engine without weights.
+        """Accept requests again, and replace dead engines, after a loss of policy ranks left an engine without weights.
 
         Raises:
             WorkerDiedError: the run's restarts are used up, or the engines have been shut down.
@@ -478,7 +478,7 @@ class EngineGroup(GenerationInterface):
         return load_metrics(loads)
 
     def describe_open(self) -> str:
-        """See `GenerationInterface.describe_open`. The text includes the stacks of the workers."""
+        """Describe the engines with open requests, including the stacks of their workers."""
         lines = []
         for member in self._members:
             if member.unfinished:
@@ -492,7 +492,7 @@ class EngineGroup(GenerationInterface):
     def shutdown(self) -> None:
         """Kill the engine actors and fail all pending requests.
 
-        A running replacement of an engine is interrupted. The wait for its end is at most 10 s.
+        A running replacement of an engine is interrupted, with a wait of at most 10 s for its end.
         """
         self._end = self._end or WorkerDiedError("The generation engines have been shut down.")
         self._flush_from_outside()

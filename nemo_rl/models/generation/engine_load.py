@@ -1,4 +1,4 @@
-"""Define the load of an engine between two of its reports, and the metrics of all engines.
+"""Define the load of an engine between two reports, and the metrics of all engines.
 
 Invariant: counts of consecutive reports add up, so no token is counted twice or lost.
 """
@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 
 class SpeculationCounts(NamedTuple):
-    """Counts of speculative decoding. A pass is one forward pass of the model for one request."""
+    """Counts of speculative decoding. A pass is a forward pass of the model for one request."""
 
     num_passes: int = 0
-    """Number of passes that gave tokens, with and without proposals."""
+    """Number of passes that yielded tokens, with and without proposals."""
     num_tokens: int = 0
-    """Number of tokens that these passes gave."""
+    """Number of tokens that these passes yielded."""
     num_drafts: int = 0
     """Number of passes that verified proposals."""
     num_proposed: int = 0
     """Number of proposed tokens."""
     num_accepted: int = 0
-    """Number of proposed tokens that became tokens of a response."""
+    """Number of proposed tokens that were accepted for a response."""
 
     def plus(self, other: "SpeculationCounts") -> "SpeculationCounts":
-        """Add the counts of another engine or of a later time."""
+        """Add the counts of another engine or of a later report."""
         return SpeculationCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def metrics(self) -> dict[str, float]:
@@ -43,12 +43,12 @@ class EngineLoad(NamedTuple):
     kv_cache_usage: float = 0.0
     """Largest share of the key-value cache in use."""
     max_running: int = 0
-    """Largest number of requests that the engine now runs at the same time. 0 if unknown."""
+    """Largest number of requests that the engine can run concurrently now. 0 if unknown."""
     speculation: SpeculationCounts | None = None
     """Counts of speculative decoding. None if it is off."""
 
     def plus(self, later: "EngineLoad") -> "EngineLoad":
-        """Combine this load and the next report of the same engine."""
+        """Combine this load with the next load of the same engine."""
         return EngineLoad(
             self.num_preemptions + later.num_preemptions,
             max(self.kv_cache_usage, later.kv_cache_usage),
@@ -58,7 +58,7 @@ class EngineLoad(NamedTuple):
 
 
 def load_metrics(loads: Sequence[EngineLoad]) -> dict[str, float]:
-    """Return the metrics of several engines (see `interfaces.GenerationInterface.load_metrics`)."""
+    """Return the metrics of several engines (`interfaces.GenerationInterface.load_metrics`)."""
     if not loads:
         return {}
     metrics = {

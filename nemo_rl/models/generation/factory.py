@@ -29,7 +29,7 @@ from nemo_rl.utils.named_parts import check_own_keys
 _WORKER = "nemo_rl.models.generation.worker.GenerationWorker"
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BLOCK_TOKENS = 128
-"""Most tokens in a block of vLLM's cache on the CPU; models of attention alone have smaller blocks."""
+"""Largest block of vLLM's cache on the CPU in tokens. Models with attention only have smaller blocks."""
 _CONCURRENT_CALLS = 64
 
 
@@ -37,7 +37,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
     """Build the settings of the engine that `policy.generation` describes.
 
     Args:
-        load_weights: Whether to load the checkpoint at the start (evaluation); in training, weights are synced.
+        load_weights: Whether to load the checkpoint at the start, for evaluation. In training, weights are synced.
 
     Raises:
         ConfigError: `policy.generation` is missing.
@@ -81,7 +81,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
 
 
 def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:
-    """Return the cache size for twice the sequences that may run at once, so that none is evicted, up to 256 MiB."""
+    """Return the cache size for twice the concurrent sequences, so that none is evicted, up to 256 MiB."""
     sequences = engine_kind(generation.backend).cpu_sequences
     if sequences is None:
         return _CPU_KV_CACHE_BYTES
@@ -102,13 +102,13 @@ def _kernel_variables(generation: GenerationConfig, quantization: WeightQuantiza
 
 
 def engine_precision(policy: PolicyConfig) -> str:
-    """Return the number format of the engines and of the weights that they receive, except float8 weights."""
+    """Return the number format of engines and of the weights sent to them, except float8 weights."""
     precision = policy.sampling.engine.precision
     return policy.precision if precision in ("auto", FP8) else precision
 
 
 def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse an engine that does not exist, or a model that it cannot serve. No engine or worker is started.
+    """Refuse an engine that does not exist, or a model that it cannot serve. No process is started.
 
     Raises:
         ConfigError: `policy.generation.backend` names a class that cannot be imported, the engine's own check refuses
@@ -121,7 +121,7 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     if policy.generation.backend not in ENGINES:
         own = engine_class(policy.generation.backend)
         check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
-    else:  # an engine of the user's own may know other models
+    else:  # a user's engine may support other models
         require_text_model(load_model_config(policy.model_name, policy.hf_config_overrides), policy.model_name)
     _check_router_replay(policy)
     if policy.draft.enabled and not kind.speculates:
@@ -132,7 +132,7 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     num_mtp_layers = policy.megatron_cfg.mtp_num_layers if policy.megatron_cfg.enabled else 0
     if num_mtp_layers and not kind.speculates:
         raise ConfigError(
-            f"policy.megatron_cfg.mtp_num_layers={num_mtp_layers} needs engines that know these layers, but "
+            f"policy.megatron_cfg.mtp_num_layers={num_mtp_layers} needs engines that support these layers, but "
             f"policy.generation.backend={policy.generation.backend}. Set it to vllm, or mtp_num_layers=0."
         )
     if kind.check is not None:
@@ -142,7 +142,7 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
 
 def _check_router_replay(policy: PolicyConfig) -> None:
-    """Refuse router replay if the engine reports no experts or the model has none."""
+    """Refuse router replay if the engine does not report experts or the model has none."""
     if not policy.router_replay.enabled:
         return
     backend = policy.sampling.backend
@@ -195,10 +195,10 @@ def make_engines(
     """Start one worker on every bundle, and block until all engines are built.
 
     Args:
-        where: The bundles. An engine's workers are on one machine or take whole ones (`config.rules.engines`).
+        where: The bundles. An engine's workers are on one machine, or use whole machines (`config.rules.engines`).
         cluster: Section with time limits and restarts.
         num_engines_file: Value of `policy.generation.num_engines_file`.
-        name_prefix: Beginning of the names of the workers. If None, the backend.
+        name_prefix: Beginning of the names of the workers. If None, the name of the backend.
         samples: Number of samples of a training step for all engines together. 0 if unknown.
 
     Raises:

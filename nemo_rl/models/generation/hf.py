@@ -1,8 +1,8 @@
 """Run a plain Hugging Face model as an `Engine`, with left-padded batches and the cache of `transformers`.
 
 The engine decodes one batch after another. When it is idle, all waiting requests form a batch. Later requests wait for
-the next batch. The rows of a batch end in the same column and grow together until all are finished. The engine is
-simple, small and exact, but slow.
+the next batch. The rows of a batch are aligned at the right, and each step adds a token to every row until all rows are
+finished. The engine is simple, small and exact, but slow.
 """
 
 from abc import abstractmethod
@@ -27,10 +27,10 @@ from nemo_rl.utils.errors import ConfigError, GenerationError
 
 
 class FurtherInputs(NamedTuple):
-    """Rows of a batch with their inputs besides the tokens."""
+    """Rows of a batch with inputs besides the tokens."""
 
     tokens: list[list[int]]
-    """Tokens of the prompt and the response so far, for each row."""
+    """Tokens of prompt and response so far, for each row."""
     column: list[RowInputs]
     """Inputs of each row."""
 
@@ -41,11 +41,11 @@ class BatchedEngine(RowsEngine):
     def __init__(self, settings: EngineSettings, vocab_size: int) -> None:
         super().__init__(settings, vocab_size)
         self._next_ids: list[int] | None = None
-        """Token ids that the rows read next. If None, they read all of their tokens."""
+        """Token ids that the rows read next. If None, the rows read all of their tokens."""
 
     @property
     def further_inputs(self) -> FurtherInputs | None:
-        """The inputs of the rows that `read` or `advance` processes, or None if no row has any."""
+        """Return the inputs of the rows that `read` or `advance` processes, or None if there are none."""
         column = [row.request.row_inputs for row in self._active]
         if all(inputs is None for inputs in column):
             return None
@@ -53,11 +53,11 @@ class BatchedEngine(RowsEngine):
 
     @abstractmethod
     def read(self, rows: list[list[int]]) -> Tensor:
-        """Free the previous batch, start a batch of rows with these tokens, and return `[b, V]` logits."""
+        """Free the previous batch, start a batch with these tokens, and return `[b, V]` logits."""
 
     @abstractmethod
     def advance(self, token_ids: list[int]) -> Tensor:
-        """Read one more token of each row, and return `[b, V]` logits of the next tokens."""
+        """Read one more token of each row, and return `[b, V]` logits for the next tokens."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -80,13 +80,13 @@ class BatchedEngine(RowsEngine):
         return self.take_finished(written)
 
     def drop_finished(self) -> None:
-        """See `RowsEngine.drop_finished`. Rows stay in the batch until all of them are finished."""
+        """Keep finished rows in the batch until all rows are finished (`RowsEngine.drop_finished`)."""
         if all(row.finish_reason is not None for row in self._active):
             self._active, self._next_ids = [], None
             self.forget()
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`. Unfinished rows are read again."""
+        """Activate the loaded weights. Unfinished rows are read again (`SteppedEngine.finish_loading`)."""
         unbound = self.put_in_force()
         if changed:
             self._active = [row for row in self._active if row.finish_reason is None]
@@ -118,7 +118,7 @@ class HfEngine(BatchedEngine):
         self._held: dict[str, torch.Tensor] = {}
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `SteppedEngine.add_request`. The model's body must have parameters for all inputs of the row."""
+        """Queue a request. The model's body must have parameters for all inputs of the row."""
         if request.row_inputs is not None:
             try:
                 require_parameters(body(self._model), request.row_inputs.argument_names)
@@ -153,7 +153,7 @@ class HfEngine(BatchedEngine):
         return self._logits(torch.tensor(token_ids)[:, None])
 
     def _place(self, further: FurtherInputs, width: int) -> None:
-        """Set the positions of the tokens that are read next, if a row has its own position rule."""
+        """Set the positions of the tokens that are read next, if a row has a position rule."""
         if has_position_rule(further.column):
             rows = [torch.tensor(tokens) for tokens in further.tokens]
             num_read = self._position_ids.shape[-1]
@@ -181,7 +181,7 @@ class HfEngine(BatchedEngine):
         self._received, self._held = set(), {}
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. Tensors that the model stores in another form are kept until all have arrived."""
+        """Load some of the new tensors. Those that are converted together are kept until all have arrived."""
         if converts(self._model):
             self._held |= {name: tensor.clone() for name, tensor in tensors}
         else:
@@ -197,7 +197,7 @@ class HfEngine(BatchedEngine):
             self._received.add(name)
 
     def put_in_force(self) -> list[str]:
-        """See `RowsEngine.put_in_force`. Tied parameters count once."""
+        """Complete the loaded weights, where tied parameters count once (`RowsEngine.put_in_force`)."""
         self._copy(in_memory(self._model, list(self._held), self._held.pop))
         expected = {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)

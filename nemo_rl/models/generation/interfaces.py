@@ -33,7 +33,7 @@ COLLECT_POLL_S = 60.0
 
 
 class Grammar(NamedTuple):
-    """The required form of a response. Tokens that would break it are never drawn."""
+    """Required form of a response. Tokens that violate it are never drawn."""
 
     kind: GrammarKind
     """Kind of the definition: "json" (a JSON schema), "regex", "choice" (a JSON list of texts), or "grammar" (EBNF or
@@ -44,37 +44,37 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of one response."""
+    """Parameters for sampling one response."""
 
     temperature: float = 1.0
     """Softmax temperature. 0 means greedy."""
     top_k: int | None = None
-    """Number of the most likely tokens that are kept. None keeps all."""
+    """Number of most likely tokens that can be drawn. If None, all can."""
     top_p: float = 1.0
-    """Probability mass of the smallest set of tokens that is kept."""
+    """Cumulative probability of the smallest set of tokens that can be drawn (top-p)."""
     max_new_tokens: int = 512
-    """Response limit in tokens."""
+    """Largest number of tokens of the response."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end a response. The id that ends it stays in the response."""
+    """Token ids that end a response. The response includes the id that ends it."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a response. Their tokens stay in the response."""
+    """Texts that end a response. The response includes their tokens."""
     bad_words: tuple[str, ...] = ()
-    """Texts that the response may not contain. The last token of such a text is never drawn after its other tokens."""
+    """Texts that the response must not contain. The last token of such a text is never drawn after its other tokens."""
     grammar: Grammar | None = None
     """Required form of the response, or None. Only engines with `accepts_grammars` get one."""
     scores_policy: bool = True
-    """Whether log-probabilities of a response with a grammar are the policy's, without the grammar, at temperature 1
-    and unfiltered, which training needs. If false, they are those of the distribution that was drawn from."""
+    """Whether log-probabilities of a response with a grammar are those of the policy, without grammar and filters at
+    temperature 1, as training needs them. If false, they are those of the sampled distribution."""
 
     @property
     def draws_from_policy(self) -> bool:
-        """True if tokens are drawn from the policy's own distribution, but for the grammar."""
+        """Return whether tokens are drawn from the policy's own distribution, apart from the grammar."""
         is_whole = self.top_k is None and self.top_p == 1.0 and not self.bad_words
         return is_whole and self.temperature == 1.0
 
     @property
     def is_read_again(self) -> bool:
-        """True if the engine reads the response once more to score it, which takes one more token of the context."""
+        """Return whether the engine reads the response again to score it, which needs space for one more token."""
         return self.grammar is not None and self.scores_policy
 
 
@@ -84,7 +84,7 @@ class ServedBy(NamedTuple):
     engine: int
     """Index of the engine."""
     num_starts: int
-    """Number of engines that had been started at this index. A different number means that the engine was replaced."""
+    """Number of engines that were started at this index. Another number means that the engine was replaced."""
     weight_version: int
     """Version of the engine's weights at the end of the response."""
 
@@ -98,15 +98,15 @@ class GenerationRequest:
     sampling: SamplingParams
     """Sampling parameters."""
     seed: int
-    """Non-negative 63-bit seed. The same request with the same weights and seed gives the same response, whatever other
-    requests run at the same time."""
+    """Non-negative 63-bit seed. The response depends only on request, weights and seed, and not on concurrent
+    requests."""
     prefix_at: ServedBy | None = None
-    """In a conversation of several turns, the `served_by` of the response that the prompt ends with. That engine may
-    still hold the keys and values of the prompt. None for a first turn."""
+    """The `served_by` of the previous turn's response, with which the prompt ends. That engine may still have the
+    cached keys and values of the prompt. None for a first turn."""
     row_inputs: RowInputs | None = None
     """Inputs of the model besides the tokens. None for most models."""
     chat: ChatInput | None = None
-    """The messages of the prompt. Only a group with `GenerationInterface.reads_chats` gets them."""
+    """The messages of the prompt. Only groups with `GenerationInterface.reads_chats` get them."""
 
 
 class VersionSpan(NamedTuple):
@@ -130,35 +130,34 @@ class GenerationResult:
     """[n] response tokens, including the stop token."""
     logprobs: NDArray[np.float32]
     """[n] log-probability of each response token under the distribution that it was drawn from (after bad words,
-    temperature, top-k and top-p). For a response with a grammar, see `SamplingParams.scores_policy`. If it asks for the
-    policy's log-probabilities, the weights `scored_by` computed all of them from the complete response."""
+    temperature, top-k and top-p). For a response with a grammar, see `SamplingParams.scores_policy`. If the policy's
+    log-probabilities were requested, the weights `scored_by` computed all of them from the complete response."""
     finish_reason: FinishReason
     """Reason of the end: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`)."""
     weight_versions: list[VersionSpan]
-    """Spans from token 0 on, with rising start and version. There are several if weights were updated during the
-    response. The log-probability of a token is computed by the weights of its span from all earlier tokens. For
-    responses with a grammar, see `logprobs`."""
+    """Spans from token 0 on, with rising start and version. There are several spans if weights were updated during the
+    response. The weights of a token's span compute its log-probability from all earlier tokens. For responses with a
+    grammar, see `logprobs`."""
     error: str | None = None
-    """Why the engine refused the request. A refused request has no tokens and no spans."""
+    """Reason why the engine refused the request, which then has no tokens and no spans. None if it was accepted."""
     text: str | None = None
-    """Text of the tokens, as `responses.sampled_text` makes it. The engine decodes so that the controller need not. If
-    None, the reader decodes."""
+    """Text of the tokens, as `responses.sampled_text` makes it. If None, the receiver decodes the tokens."""
     served_by: ServedBy | None = None
-    """The engine that wrote the response. It is set by the group of engines."""
+    """The engine that wrote the response. The group of engines sets it."""
     answer: ChatAnswer | None = None
     """The answer, if the group has `GenerationInterface.reads_chats`. Its tokens are not known: `token_ids` are those
     of the tokenizer of `remote.chats`, and `logprobs` are NaN."""
     scored_by: int | None = None
-    """Version of the weights that computed all log-probabilities, if the response was read again for this. It is newer
+    """Version of the weights that computed all log-probabilities, if the response was read again for them. It is newer
     than `weight_versions` if weights were updated in between."""
     routed_experts: NDArray[np.signedinteger[Any]] | None = None
-    """[P + n, L, k] signed integers: the k experts that each of L layers chose for the P tokens of the prompt and the n
-    tokens of the response. They are -1 for a token that the engine did not report, such as the last one. None unless
+    """[P + n, L, k] signed integers: the k experts that each of L layers chose for the P prompt tokens and n response
+    tokens. They are -1 for a token that the engine did not report, such as the last one. None unless
     `EngineSettings.reports_experts`."""
 
     @property
     def num_scored_later(self) -> int:
-        """Number of tokens whose log-probability was computed by newer weights than those that wrote the token."""
+        """Number of tokens whose log-probability was computed by newer weights than those that sampled the token."""
         if self.scored_by is None:
             return 0
         same = (span.start for span in self.weight_versions if span.version == self.scored_by)
@@ -166,7 +165,7 @@ class GenerationResult:
 
     @classmethod
     def refused(cls, error: str) -> Self:
-        """Make the result of a request that can never be served."""
+        """Return the result of a request that can never be served."""
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), "abort", [], error)
 
 
@@ -180,14 +179,14 @@ class ResponseSoFar:
 
     @classmethod
     def nothing(cls) -> Self:
-        """Make a response without tokens."""
+        """Return a response without tokens."""
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), [])
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def followed_by(self, rest: "ResponseSoFar | GenerationResult") -> "ResponseSoFar":
-        """Join this part and the part after it."""
+        """Join this part with the part that follows it."""
         spans = [VersionSpan(len(self) + start, version) for start, version in rest.weight_versions]
         if self.weight_versions and spans and spans[0].version == self.weight_versions[-1].version:
             spans = spans[1:]
@@ -204,7 +203,7 @@ class Collected(NamedTuple):
     results: list[tuple[str, GenerationResult]]
     """Finished requests by id."""
     load: EngineLoad | None = None
-    """Load since the last report. None if the engine cannot tell."""
+    """Load since the last report. None if the engine does not report it."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +227,11 @@ class EngineSettings:
     gpu_memory_utilization: float = 0.6
     """Share of GPU memory for the engine."""
     enforce_eager: bool = True
-    """Whether graph capture and compilation are off."""
+    """Whether graph capture and compilation are disabled."""
     can_sleep: bool = False
     """Whether memory is freed between generation phases (colocated GPUs)."""
     sleep_level: int = 1
-    """1 to keep the weights in host memory while the engine sleeps, 2 to drop them."""
+    """1 keeps the weights in host memory while the engine sleeps, 2 frees them."""
     load_weights: bool = False
     """Whether the engine loads the checkpoint at the start. If not, the first weight sync provides the weights."""
     seed: int = 0
@@ -248,28 +247,28 @@ class EngineSettings:
     quantization: WeightQuantization | None = None
     """Conversion of weights that are sent in float8. All else has the format `precision`. None without float8."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments that are passed to the engine unchanged: `vllm_kwargs`, for vLLM also keys of `vllm_cfg`, and for
-    Megatron Core `megatron_cfg`, the policy's section of this name."""
+    """Arguments for the engine, passed unchanged: `vllm_kwargs`, for vLLM also keys of `vllm_cfg`, and for Megatron
+    Core the policy's section `megatron_cfg`."""
     env_vars: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the engine's processes."""
     recomputes_cache: bool = True
     """Whether keys and values of running requests are computed again with new weights."""
     workers_on_machine: int = 1
-    """Number of workers of all engines on one machine. They share its cores."""
+    """Number of workers of all engines on one machine, which share its cores."""
     samples: int = 0
-    """Number of samples of a training step that this engine gets if all engines get the same number. 0 if unknown."""
+    """Number of samples per training step for this engine if all engines get equally many. 0 if unknown."""
     optimizations: Choice = "auto"
     """Value of `cluster.optimizations`."""
     reports_experts: bool = False
-    """Return the experts that each layer chose for each token (`GenerationResult.routed_experts`)."""
+    """Whether to return the experts that each layer chose for each token (`GenerationResult.routed_experts`)."""
     draft: DraftShape | None = None
     """Sizes of the draft model that is trained with the policy. None without such a model."""
     trains_mtp: bool = False
-    """Whether proposals come from the policy's own layers for multi-token prediction, which every sync sends."""
+    """Whether the policy's own multi-token-prediction layers propose tokens. Every sync sends these layers."""
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas of all layers but the experts in one engine. Each replica has its own requests."""
+        """The number of replicas in one engine, each with all layers except the experts and with its own requests."""
         return max(1, self.expert_parallel_size // self.tensor_parallel_size)
 
     @property
@@ -279,12 +278,12 @@ class EngineSettings:
 
     @property
     def num_workers(self) -> int:
-        """The number of worker processes of one engine. Each process has its own device (see `engine_of`)."""
+        """The number of worker processes of one engine. Each has its own device (`engine_of`)."""
         return self.num_replicas * self.replica_size
 
 
 def engine_of(rank: int, num_workers: int) -> tuple[int, int]:
-    """Return the engine of a worker process. Only this function defines which ranks belong to which engine.
+    """Return the engine of a worker process. Only this function assigns ranks to engines.
 
     Args:
         rank: rank of the process among all processes of all engines.
@@ -301,8 +300,8 @@ class Engine(Protocol):
 
     The protocol does not say where the engine computes: in this process between two calls (`stepped.SteppedEngine`), in
     its own processes, on its own devices, or on a server. A class that reads `GenerationRequest.row_inputs` sets
-    `accepts_inputs = True`. All other classes never get requests with such inputs (`registry.engine_rows`). In the same
-    way, only a class with `accepts_grammars = True` gets requests with `SamplingParams.grammar`, and only a class with
+    `accepts_inputs = True`. Other classes never get requests with such inputs (`registry.engine_rows`). Similarly, only
+    a class with `accepts_grammars = True` gets requests with `SamplingParams.grammar`, and only a class with
     `reports_experts = True` is asked for experts (`EngineSettings.reports_experts`).
 
     A class may have a method `take_load() -> EngineLoad | None`, and a coroutine function
@@ -321,40 +320,40 @@ class Engine(Protocol):
         """
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """End requests with the tokens that they have so far. Ids of finished requests are ignored."""
+        """End requests, whose results are the tokens so far. Ids of finished requests are ignored."""
 
     async def begin_weight_update(self) -> None:
-        """Prepare for new weights, and draw no token until `finish_weight_update`.
+        """Prepare for new weights. No token is drawn until `finish_weight_update`.
 
         If the previous update was interrupted, a new one starts.
         """
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load some tensors under Hugging Face names, unchanged until `finish_weight_update` has returned."""
+        """Load some tensors, given by Hugging Face names. They do not change until `finish_weight_update` returns."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
         """Activate the new weights, and return the names of the engine's parameters that were not loaded.
 
-        Running requests continue with the new weights, as if the new weights had read all of their tokens: keys and
-        values in the cache that were computed with another version are computed again.
+        Running requests continue with the new weights. Cached keys and values of another version are computed again, as
+        if the new weights had read all tokens.
         """
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Return a prompt's hidden states `[T, D]` float32 after each decoder layer. No request is running.
+        """Return a prompt's hidden states `[T, D]` float32 after each decoder layer. No request may be running.
 
         The list is empty or shorter than the number of layers if the engine cannot provide them.
         """
 
     async def sleep(self) -> None:
-        """Free memory until `wake_up`, or do nothing if the engine is asleep."""
+        """Free memory until `wake_up`. Do nothing if the engine is asleep."""
 
     async def wake_up(self) -> None:
-        """Allocate memory again, or do nothing if the engine is awake."""
+        """Allocate memory again. Do nothing if the engine is awake."""
 
 
 @runtime_checkable
 class RecordsReads(Protocol):
-    """An `Engine` that can tell which parts of its tensors are read in this process."""
+    """An `Engine` that reports which parts of its tensors are read in this process."""
 
     def record_reads(self) -> None:
         """Record the reads of the next weight update."""
@@ -364,7 +363,7 @@ class RecordsReads(Protocol):
 
 
 class GenerationInterface(ABC):
-    """Controller side of a group of engines."""
+    """Interface of a group of engines, in the controller."""
 
     weight_version: int
     reads_chats: ClassVar[bool] = False
@@ -372,7 +371,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt, also in concurrent calls, and abort its request in the engine if the call is cancelled.
+        """Continue one prompt. Calls may be concurrent; a cancelled call aborts its request in the engine.
 
         Raises:
             GenerationError: The engine refused the request (too long, unknown token ids).
@@ -393,27 +392,27 @@ class GenerationInterface(ABC):
         return [ResponseSoFar.nothing() for _ in requests]
 
     def busy_seconds(self) -> list[float]:
-        """Return for each engine the seconds with an open request since its start, NaN while it does not run.
+        """Return each engine's seconds with an open request since its start. NaN for an engine that is not running.
 
-        The list is empty if the group cannot tell.
+        The list is empty if the group does not count them.
         """
         return []
 
     def open_requests(self) -> list[int]:
-        """Return the number of unanswered requests of each engine, or an empty list if the group cannot tell."""
+        """Return the number of open requests of each engine, or an empty list if the group does not count them."""
         return []
 
     def load_metrics(self) -> dict[str, float]:
-        """Return metrics of the key-value caches since the last call, or none if the engines cannot tell.
+        """Return metrics of the key-value caches since the last call, or none if engines do not report them.
 
-        `num_preemptions` is the sum over the engines, `kv_cache_usage` the largest share in use, and
-        `max_running_requests` the smallest number of requests that an engine runs at the same time. With speculative
-        decoding, there are also the rates of `engine_load.SpeculationCounts`.
+        `num_preemptions` is the sum over the engines. `kv_cache_usage` is the largest share in use.
+        `max_running_requests` is the smallest limit of concurrent requests of an engine. With speculative decoding,
+        there are also the rates of `engine_load.SpeculationCounts`.
         """
         return {}
 
     def describe_open(self) -> str:
-        """Describe the engines with open requests for an error, or return "" if none are known."""
+        """Describe the engines with open requests for an error. Return "" if none are known."""
         return ""
 
     @abstractmethod
@@ -448,7 +447,7 @@ class GenerationOutputSpec(TypedDict):
 def verify_right_padding(
     data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = True
 ) -> tuple[bool, str | None]:
-    """Check that `input_ids` holds only `pad_value` after each row's `input_lengths`.
+    """Check that `input_ids` contains only `pad_value` after each row's `input_lengths`.
 
     Returns:
         True and None, or False and a message that names the first wrong row.

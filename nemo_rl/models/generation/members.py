@@ -1,8 +1,8 @@
-"""Choose engines for requests, and let engines of a group be replaced, join or leave, in the controller.
+"""Choose engines for requests, and replace, add or remove engines of a group, in the controller.
 
-A request goes to the engine that holds its prefix, or else to the one that is expected to answer it first. This is the
-engine with the fewest open requests, where the requests of a slow engine count more. Invariant: the choice does not
-change an answer, because each request has its own seed.
+A request goes to the engine that has its prefix in the cache, or else to the engine that is expected to answer first.
+This is the engine with the fewest open requests, where requests of a slow engine count more. Invariant: the choice does
+not change an answer, because each request has its own seed.
 
 The file `policy.generation.num_engines_file` holds the number of engines that should run.
 
@@ -44,21 +44,21 @@ from nemo_rl.utils.errors import NodeLostError, ResourceInsufficientError, Worke
 from nemo_rl.utils.timer import BusyClock
 
 _MORE_FOR_PREFIX = 8
-"""Number of open requests by which an engine chosen for its prefix cache may exceed the least busy engine."""
+"""Number by which the open requests of the engine with the prefix may exceed those of the least busy engine."""
 _SLOW = 1.5
 """Factor by which an engine must be slower than the fastest engine to get fewer requests. Smaller differences are
-ignored as noise, so that the distribution of requests stays the same from run to run."""
+ignored as noise, so that the distribution of requests does not vary between runs."""
 _ENOUGH_TOKENS = 256
-"""Number of tokens of answers from which on an engine's speed is used."""
+"""Number of answered tokens above which an engine's measured speed is used."""
 _ARRIVAL_S = 10.0
-"""Seconds to wait for the arrival of a response that the engine has already finished."""
+"""Seconds to wait for a response that the engine has already finished."""
 _KEPT = 0.98
-"""Share of the weight of earlier answers that remains when a new answer is added."""
+"""Factor of earlier answers' weight when a new answer is added."""
 
 
 @dataclass
 class Pending:
-    """A request without an answer yet. `since` is the loop's time at which it was sent."""
+    """A request without an answer. `since` is the loop's time when the request was sent."""
 
     request: GenerationRequest
     future: asyncio.Future[GenerationResult]
@@ -67,10 +67,10 @@ class Pending:
 
 @dataclass
 class Speed:
-    """Seconds that an engine takes for a token of an answer, including waiting. Recent answers have more weight."""
+    """Seconds per token of an engine's answers, including waiting. Recent answers have more weight."""
 
     seconds: float = 0.0
-    """Weighted sum of the seconds of answers."""
+    """Weighted sum of the durations of answers in seconds."""
     tokens: float = 0.0
     """Weighted sum of the tokens of the same answers."""
 
@@ -80,56 +80,56 @@ class Speed:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The mean seconds per token, or None before there are enough answers."""
+        """Return the mean seconds per token, or None before there are enough answers."""
         return self.seconds / self.tokens if self.tokens >= _ENOUGH_TOKENS else None
 
 
 @dataclass
 class Member:
-    """One engine and its pending requests. While the engine is down, its requests are kept."""
+    """One engine with its pending requests, which are kept while the engine is down."""
 
     index: int
     """Position of the engine among all engines."""
     ranks: list[int] = field(default_factory=list)
-    """Ranks of the engine's workers in the group. The first one receives requests."""
+    """Ranks of the engine's workers in the group. The first worker receives requests."""
     num_starts: int = 1
-    """Number of engines started for this member. It shows whether a dead engine was already replaced."""
+    """Number of engines started for this member. It shows whether a dead engine has already been replaced."""
     is_down: bool = False
     """Whether the engine is being replaced, or has no weights yet."""
     is_leaving: bool = False
-    """Whether the engine only answers the requests that it has and gets no more."""
+    """Whether the engine is leaving: it answers its requests and gets no more."""
     is_away: bool = False
-    """Whether the engine has no processes, see `EngineScaling`."""
+    """Whether the engine has no processes (`EngineScaling`)."""
     unfinished: dict[str, Pending] = field(default_factory=dict)
     """Requests without an answer."""
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
-    """Requests that are sent in the next iteration of the loop."""
+    """Requests to send in the next iteration of the loop."""
     given_up: list[str] = field(default_factory=list)
     """Requests to abort."""
     polls: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    """Running calls of `collect` by rank, each with the `num_starts` of the called engine."""
+    """Running calls of `collect` by rank, with the `num_starts` of the called engine."""
     collector: asyncio.Task[None] | None = None
-    """The task that collects the engine's results."""
+    """Task that collects the engine's results."""
     busy: BusyClock = field(default_factory=BusyClock)
-    """Measures the time with pending requests."""
+    """Clock of the time with pending requests."""
     load: EngineLoad | None = None
-    """Load that the engine reported since the load metrics were last read."""
+    """Load that the engine has reported since the load metrics were last read."""
     speed: Speed = field(default_factory=Speed)
     """Speed of the engine's answers."""
 
     def forget_requests(self) -> None:
-        """Drop all pending requests, because no caller waits for them. Requests that were sent are aborted."""
+        """Drop all pending requests, because no caller waits for them. Sent requests are aborted."""
         unsent = {request_id for request_id, _ in self.outbox}
         self.given_up += [request_id for request_id in self.unfinished if request_id not in unsent]
         self.unfinished, self.outbox, self.collector, self.is_down = {}, [], None, False
 
     def note_load(self, load: EngineLoad | None) -> None:
-        """Add a report of the engine."""
+        """Add a load report of the engine."""
         if load is not None:
             self.load = load if self.load is None else self.load.plus(load)
 
     def answer(self, request_id: str, result: GenerationResult, now: float) -> None:
-        """Give a result to the caller that waits for it, if there is one."""
+        """Give a result to the waiting caller, if there is one."""
         pending = self.unfinished.pop(request_id, None)
         if pending is None or pending.future.done():
             return
@@ -144,7 +144,7 @@ async def responses_so_far(
     """Return the tokens that an engine has sampled so far for some requests.
 
     If an engine is dead, being replaced or silent, no tokens are returned, because its requests will be submitted
-    again. A response that the engine has already finished is waited for.
+    again. The call waits for responses that the engine has already finished.
 
     Args:
         requests: Requests by the `id()` of the object. Requests of other engines are left out.
@@ -152,7 +152,7 @@ async def responses_so_far(
         limit_s: Time limit for the engine's answer, in seconds.
 
     Returns:
-        Responses so far by the `id()` of the request, with None for a request that has been answered meanwhile.
+        Responses so far by the `id()` of the request, with None for a request that has been answered in the meantime.
     """
     mine = {key: pending for key, pending in member.unfinished.items() if id(pending.request) in requests}
     unsent = {key for key, _ in member.outbox}
@@ -173,9 +173,9 @@ async def responses_so_far(
 def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version: int) -> Member:
     """Return the engine for a request.
 
-    The engine that wrote the previous turn is chosen under four conditions. It runs, it was not replaced, it has the
-    weights that it wrote with (new weights make its cache useless), and it has at most `_MORE_FOR_PREFIX` open requests
-    more than the least busy engine. Reading a prefix again costs less than a long wait, and no engine should be idle.
+    The engine that wrote the previous turn is chosen under four conditions. It runs, it was not replaced, it still has
+    the same weights (new weights make its cache useless), and it has at most `_MORE_FOR_PREFIX` open requests more than
+    the least busy engine. Otherwise another engine is faster, although it has to read the prefix again.
 
     Args:
         prefix_at: The engine that wrote the previous turn.
@@ -185,7 +185,7 @@ def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version
     fastest = min((seconds for seconds in known if seconds is not None), default=0.0)
 
     def wait(member: Member) -> float:
-        """Expected wait in units of the fastest engine's time for an answer."""
+        """Return the expected wait, in units of the fastest engine's time for an answer."""
         factor = (member.speed.seconds_per_token or fastest) / fastest if fastest else 1.0
         return (len(member.unfinished) + 1) * (factor if factor >= _SLOW else 1.0)
 
@@ -201,11 +201,11 @@ def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version
 logger = logging.getLogger(__name__)
 
 _MOST_STARTS = 3
-"""Number of attempts to start an engine that dies each time before it is ready."""
+"""Number of attempts to start an engine that dies before it is ready."""
 
 
 class Replacements:
-    """Replaces engines and counts the replacements.
+    """Replace engines, and count the replacements.
 
     Args:
         workers: The workers of all engines.
@@ -221,12 +221,12 @@ class Replacements:
         self._most = most
 
     def replace(self, member: Member, reason: str, check: Callable[[], None]) -> None:
-        """Start a new engine for a member, and repeat this if the engine dies during its start.
+        """Start a new engine for a member. If the engine dies during its start, repeat this.
 
         Args:
             member: The dead engine.
             reason: Description of the failure.
-            check: Called before a repetition. It raises an error if the engines are not needed any more.
+            check: Function that is called before a repetition. It raises an error if the engines are no longer needed.
 
         Raises:
             WorkerDiedError: The run's restarts are used up, or the engine died at each of `_MOST_STARTS` starts.
@@ -265,7 +265,7 @@ class Replacements:
 
 
 class EngineScaling:
-    """Keeps the number of engines equal to the number in a file.
+    """Keep the number of engines equal to the number in a file.
 
     Args:
         file: File with one number. If there is no file, all engines run.
@@ -303,11 +303,11 @@ class EngineScaling:
             self._started, self._start = missing, in_background(build, "engines that join")
 
     def change(self) -> None:
-        """End engines that have left, and let built engines take part, while no other thread uses the engines."""
+        """End engines that have left, and include started engines, while no other thread uses the engines."""
         for member in reversed(self._members):
             if member.is_away:
                 continue
-            # An engine that has just started to leave may be getting its last request in the thread of the requests.
+            # # An engine that has just started to leave may be receiving its last request in another thread.
             if not member.is_leaving or member.unfinished or member.index not in self._was_leaving:
                 break
             self._workers.end_workers(member.ranks)
@@ -331,7 +331,7 @@ class EngineScaling:
             self._changed(f"Generation engine {member.index} joins")
 
     def opened(self) -> None:
-        """Let engines that joined get requests. They have the current weights now."""
+        """Send requests to the engines that joined. They have the current weights now."""
         for member in self._joined:
             member.is_down = False
         self._joined.clear()
@@ -342,7 +342,7 @@ class EngineScaling:
         logger.info("%s; engines: %d of %d.", event, count, len(self._members))
 
     def _read(self) -> None:
-        """Read the wanted number. A wrong number is reported once and changes nothing."""
+        """Read the wanted number of engines. An invalid number is reported once and ignored."""
         try:
             text = read_text(self._file).strip()
         except FileNotFoundError:
@@ -365,7 +365,7 @@ class EngineScaling:
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait for a call of `collect`, and its start by the loop's clock."""
+    """A pending call of `collect`, with its start by the loop's clock."""
 
     future: asyncio.Future[Any]
     since: float
@@ -376,7 +376,7 @@ type Waits = dict[int, Wait]
 
 
 class Silence(Exception):  # noqa: N818
-    """Raised if a worker of an engine has not answered for too long."""
+    """Error that a worker of an engine has not answered for too long."""
 
     def __init__(self, rank: int, seconds: float) -> None:
         super().__init__(f"rank {rank} was silent for {seconds:g} s")
@@ -384,20 +384,20 @@ class Silence(Exception):  # noqa: N818
 
 
 def note_as_seen(wait: asyncio.Future[Any]) -> None:
-    """Read the exception of a failed wait, so that asyncio does not report it as never retrieved."""
+    """Read the exception of a failed call, so that asyncio does not report it as never retrieved."""
     if not wait.cancelled():
         wait.exception()
 
 
 def give_up_waits(waits: Waits, _: object = None) -> None:
-    """Cancel waits, but not their calls. asyncio would report waits that are pending when the loop closes."""
+    """Cancel waits without cancelling their calls. asyncio would report pending waits when the loop closes."""
     for wait in waits.values():
         wait.future.cancel()
     waits.clear()
 
 
 async def some_answer(waits: Waits, timeout_s: float) -> bool:
-    """Wait for at most `timeout_s`, and return whether one of the calls has ended."""
+    """Wait at most `timeout_s`, and return whether one of the calls has ended."""
     futures = [wait.future for wait in waits.values()]
     done, _ = await asyncio.wait(futures, timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
     return bool(done)

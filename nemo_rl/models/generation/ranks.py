@@ -1,4 +1,4 @@
-"""Connect the worker processes of one engine, and let the first one call the others and end with them.
+"""Connect the worker processes of one engine. The first process calls all others, and all end together.
 
 All processes of an engine form one process group. They are on one machine or on several. `RayWorkerGroup` numbers them
 machine by machine. Invariant: a process sees the GPUs of the engine's processes on its machine, in the order of their
@@ -13,8 +13,8 @@ A socket connects a process of an engine with each process that it calls:
     answer.result ◄────────────────────────────────────────────────────────────────── link.send
 
 Sockets between processes of one machine are local. If one process is on another machine, all are TCP connections.
-Invariant: an engine's processes end together. A process whose link is closed at the other end exits at once without a
-further report, so the code that replaces the engine only finds processes that have exited.
+Invariant: an engine's processes end together. If the other end of a link is closed, a process exits at once without a
+report, so the replacement of the engine finds only processes that have exited.
 """
 
 import asyncio
@@ -48,19 +48,19 @@ from nemo_rl.models.generation.interfaces import EngineSettings, GenerationReque
 from nemo_rl.utils.errors import GenerationError
 
 _TIMEOUT = timedelta(minutes=30)
-"""Time limit for processes to meet: longer than every start deadline, because a missing process has usually died."""
+"""Time limit for processes to meet. It is longer than every start deadline, because a missing process usually died."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The processes of an engine."""
+    """The processes of an engine, as one of them sees them."""
 
     store: dist.Store
     """Store that all processes share."""
     place: int
     """Number of this process, which is its rank in the process group."""
     machines: tuple[int, ...]
-    """Machine of each process, given as the place of the first process on it."""
+    """Machine of each process, given as the place of its first process."""
     address: str = "127.0.0.1"
     """Address at which other processes reach the machine of this process."""
 
@@ -80,14 +80,14 @@ class Meeting:
 
 
 def meet(settings: EngineSettings) -> Meeting:
-    """Return the meeting of this process, whose rank is in the variable RANK, with the others of its engine."""
+    """Return the meeting of this process with the other processes of its engine. RANK is its number."""
     _, place = engine_of(int(os.environ["RANK"]), settings.num_workers)
     return enter_engine(settings.device, place, settings.num_workers)
 
 
 @functools.cache
 def enter_engine(device: str, place: int, num_places: int) -> Meeting:
-    """Form the default process group of an engine's processes, and let each process see the GPUs of its machine.
+    """Form the default process group of an engine, and make its GPUs of this machine visible.
 
     The first call does this, and later calls return its result. vLLM checks which of its GPUs can access each other, so
     every process must see all of the engine's GPUs on its machine in the same order.
@@ -98,7 +98,7 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
         num_places: number of processes of the engine.
 
     Raises:
-        GenerationError: this process has used a GPU already.
+        GenerationError: this process has already used a GPU.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     kind = device_for(uses_gpu=device != "cpu")
@@ -110,9 +110,9 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
     if kind.is_gpu:
         if num_places > 1 and gpu_is_in_use():
             raise GenerationError(
-                f"Process {place} of an engine has used a GPU before it met the others, so it cannot see theirs any "
-                "more. Something that it imports starts CUDA: look at policy.generation.engine.env_vars and at modules "
-                "of your own that the engine loads."
+                f"Process {place} of an engine has used a GPU before it met the others, so it cannot see their GPUs "
+                "any more. Something that it imports starts CUDA: look at policy.generation.engine.env_vars and at "
+                "modules of your own that the engine loads."
             )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", str(meeting.local_place))
         gpus = _shared(store, "gpu", place, num_places, visible)
@@ -123,12 +123,12 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
 
 
 def _name_of_machine() -> str:
-    """Return a name that all processes of a machine share. Ray's id of the node is preferred, if Ray runs."""
+    """Return a name that all processes of a machine share: Ray's id of the node, if Ray is running."""
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else os.environ.get("NODE_RANK", "0")
 
 
 def _shared(store: dist.Store, name: str, place: int, num_places: int, own: str) -> tuple[str, ...]:
-    """Send a text to all processes, and return the texts of all, in the order of their places."""
+    """Send a text to all processes, and return the texts of all processes by their places."""
     store.set(f"{name} of {place}", own)
     return tuple(store.get(f"{name} of {other}").decode() for other in range(num_places))
 
@@ -140,7 +140,7 @@ class RankCall(NamedTuple):
     """Request of place 0 to a rank."""
 
     method: str | Callable[..., Any]
-    """Name of a method of the served object, or an importable function whose first argument is this object."""
+    """Name of a method of the served object, or an importable function that gets this object as its first argument."""
     args: tuple[Any, ...]
     """Positional arguments."""
     kwargs: dict[str, Any]
@@ -164,7 +164,7 @@ class RankAnswer(Future[Any]):
         self._link = link
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the value, and for the values of all earlier calls.
+        """Wait for this value and the values of all earlier calls.
 
         Raises:
             RuntimeError: this call or an earlier one failed in its rank.
@@ -175,7 +175,7 @@ class RankAnswer(Future[Any]):
 
 
 def call_all(links: Sequence["Link"], call: RankCall, answering: Sequence[bool]) -> list[RankAnswer | None]:
-    """Send a call to several ranks. It is pickled once for ranks whose answers are wanted, and once for the others."""
+    """Send a call to several ranks. The call is pickled once for ranks that answer, and once for all others."""
     forms = {wants: call._replace(wants_answer=wants) for wants in set(answering)}
     packed = {wants: pickle.dumps(form, protocol=pickle.HIGHEST_PROTOCOL) for wants, form in forms.items()}
     return [link.call_packed(packed[wants], wants_answer=wants) for link, wants in zip(links, answering, strict=True)]
@@ -194,7 +194,7 @@ class Link:
         self._due: deque[RankAnswer] = deque()
 
     def when_it_brings(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], object]) -> None:
-        """Let an event loop call `receive` whenever a message starts to arrive. `receive` has to read the message."""
+        """Let an event loop call `receive` whenever a message starts to arrive. `receive` must read the message."""
         descriptor = self._connection.fileno()
         loop.add_reader(descriptor, receive)
         # uvloop, on which Ray's actors run, makes a watched socket non-blocking (libuv's `uv_poll_init`). Reading a
@@ -220,7 +220,7 @@ class Link:
         return pickle.loads(received)
 
     def call(self, call: RankCall) -> RankAnswer | None:
-        """Send a call to a rank, and return None if no answer is wanted."""
+        """Send a call to a rank. Return None if no answer is wanted."""
         return call_all([self], call, [call.wants_answer])[0]
 
     def call_packed(self, packed: bytes, *, wants_answer: bool) -> RankAnswer | None:
@@ -235,7 +235,7 @@ class Link:
         """Wait for the oldest pending answer.
 
         Raises:
-            RuntimeError: This call failed, or an earlier one whose answer vLLM did not read.
+            RuntimeError: This call failed, or an earlier call whose answer vLLM did not read.
         """
         outcome: CallOutcome = self.receive()
         answer = self._due.popleft() if self._due else None
@@ -248,10 +248,10 @@ class Link:
         answer.set_result(outcome.value)
 
     def end_if_alone(self, patience_s: float) -> None:
-        """End this process if the other end is closed, now or within `patience_s`.
+        """End this process if the other end is closed, now or after at most `patience_s`.
 
         Raises:
-            RuntimeError: the other end is open and its call has failed.
+            RuntimeError: the other end is open, and the call failed there.
         """
         while self._connection.poll(patience_s):
             self.take_answer()
@@ -263,13 +263,13 @@ class Link:
 
 
 def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]:
-    """Open links to processes that call `open_link` with the same name, and return them in the order of `places`."""
+    """Open links to processes that call `open_link` with the same name. Return them in the order of `places`."""
     if not places:
         return []
     key, links = secrets.token_bytes(32), dict[int, Link]()
     with _listener(meeting, places, key) as listener:
         address = listener.address
-        text = address.decode() if isinstance(address, bytes) else address  # the system returns names of no file so
+        text = address.decode() if isinstance(address, bytes) else address  # addresses without a file are bytes
         meeting.store.set(name, json.dumps([text, key.hex()]))
         while len(links) < len(places):
             connection = _prompt(listener.accept())
@@ -279,7 +279,7 @@ def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]
 
 
 def open_link(meeting: Meeting, name: str, to: int) -> Link:
-    """Connect to the process that calls `open_links` with the same name. `to` is its number, for messages."""
+    """Connect to the process that calls `open_links` with the same name. `to` is its number in messages."""
     address, key = json.loads(meeting.store.get(name))
     connection = _dial(address, bytes.fromhex(key))
     connection.send(meeting.place)
@@ -290,7 +290,7 @@ def _listener(meeting: Meeting, places: Sequence[int], key: bytes) -> Listener:
     if not meeting.is_near(places):
         family = "AF_INET6" if ":" in meeting.address else "AF_INET"
         return Listener((meeting.address, 0), family=family, backlog=len(places), authkey=key)
-    # On Linux, use a socket without a file.
+    # # On Linux, the socket does not need a file.
     address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
     return Listener(address, family="AF_UNIX", backlog=len(places), authkey=key)
 
@@ -298,7 +298,7 @@ def _listener(meeting: Meeting, places: Sequence[int], key: bytes) -> Listener:
 def _dial(address: str | list[Any], key: bytes) -> Connection:
     if isinstance(address, str):
         return Client(address, family="AF_UNIX", authkey=key)
-    # `Client` would take every pair of host and port for an IPv4 address.
+    # # `Client` would treat every pair of host and port as an IPv4 address.
     connection = Connection(socket.create_connection((address[0], address[1])).detach())
     answer_challenge(connection, key)
     deliver_challenge(connection, key)
@@ -306,7 +306,7 @@ def _dial(address: str | list[Any], key: bytes) -> Connection:
 
 
 def _prompt(connection: Connection) -> Connection:
-    """Let a connection over TCP send small messages at once, instead of waiting for the receipt of earlier ones."""
+    """Disable Nagle's algorithm on a TCP connection, so that small messages are sent at once."""
     with socket.socket(fileno=os.dup(connection.fileno())) as shared:
         if shared.family != socket.AF_UNIX:
             shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -314,12 +314,12 @@ def _prompt(connection: Connection) -> Connection:
 
 
 _PATIENCE_S = 2.0
-"""Seconds until the death of a rank is noticed after it has interrupted another rank's call."""
+"""Seconds until the death of a rank that interrupted another rank's call is noticed."""
 
 
 @contextmanager
 def ending_if_alone(links: Sequence[Link]) -> Iterator[None]:
-    """Run a block. If it fails because a process at the other end of a link has exited, end this process."""
+    """Run a block. If it fails because the process at the other end of a link has exited, end this process."""
     try:
         yield
     except Exception:
@@ -329,20 +329,20 @@ def ending_if_alone(links: Sequence[Link]) -> Iterator[None]:
 
 
 class ServedRank:
-    """Workers 1, 2 ... of an engine: each is an `Engine` that executes the calls of worker 0.
+    """Workers 1, 2 ... of an engine. Each is an `Engine` that executes the calls of worker 0.
 
     Calls run between two callbacks of the event loop, like the engine's steps in worker 0. A subclass loads weights,
-    and overrides those other methods of `Engine` that worker 0 does not call for all ranks.
+    and overrides the methods of `Engine` that worker 0 does not call for all ranks.
     """
 
     def serve(self, link: Link, execute: Callable[[RankCall], Any]) -> None:
-        """Tell the other end of a link that this process is ready, and from now on execute its calls."""
+        """Report to the other end of a link that this process is ready, and execute its calls from now on."""
         link.send(CallOutcome(None))
         link.when_it_brings(asyncio.get_running_loop(), partial(self._do_next, link, execute))
 
     def _do_next(self, link: Link, execute: Callable[[RankCall], Any]) -> None:
         call: RankCall = link.receive()
-        with Boundary(Exception) as caught:  # worker 0 gets the error, or sees that this rank is gone
+        with Boundary(Exception) as caught:  # worker 0 gets the error or notices that this rank ended
             outcome = CallOutcome(execute(call))
         if caught:
             outcome = CallOutcome(None, "".join(traceback.format_exception(caught.take())))
@@ -355,25 +355,25 @@ class ServedRank:
             asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
 
     async def generate(self, request_id: str, request: GenerationRequest) -> GenerationResult:
-        """See `Engine.generate`. Requests go to worker 0."""
+        """Raise an error, because only worker 0 gets requests (`Engine.generate`)."""
         raise NotImplementedError("Requests go to worker 0 of an engine.")
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`."""
+        """Do nothing, because this rank has no requests (`Engine.abort`)."""
 
     async def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
+        """Do nothing, because weights need no preparation here (`Engine.begin_weight_update`)."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`. By default worker 0 reports missing tensors of all ranks."""
+        """Return no names, because worker 0 reports missing tensors of all ranks by default."""
         return []
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`."""
+        """Return nothing, because worker 0 collects hidden states (`Engine.layer_outputs`)."""
         return []
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
+        """Do nothing by default (`Engine.sleep`)."""
 
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
+        """Do nothing by default (`Engine.wake_up`)."""

@@ -42,25 +42,25 @@ class EngineKind:
     path: str
     """Dotted path of a class with the methods of `interfaces.Engine`, constructed with `EngineSettings`."""
     environment: Callable[[str], dict[str, str]] = lambda device: {}
-    """Function from a device ("cpu" or "cuda") to the environment variables of a process, set before any import."""
+    """Function from a device ("cpu" or "cuda") to environment variables, which are set before any import."""
     rank_path: str | None = None
-    """Dotted path of the class of an engine's other workers, if it differs from that of the first one."""
+    """Dotted path of the class of all workers of an engine but the first, if it differs from the first one's."""
     replica_paths: tuple[str, str] | None = None
-    """In an engine of several replicas, dotted paths of two classes: of the engine's first worker, and of the first
-    workers of all other replicas."""
+    """Dotted paths of two classes, for engines of several replicas: the class of the engine's first worker, and that of
+    the first workers of all other replicas."""
     check: str | None = None
     """Dotted path of a function of the sections `policy` and `cluster`. It runs before any worker starts, and raises a
     `ConfigError` if the engine cannot serve the model. It imports no engine library."""
     cpu_sequences: int | None = None
-    """Largest number of sequences that the engine runs at the same time on the CPU, if it has such a limit."""
+    """Largest number of sequences that run concurrently on the CPU. None without such a limit."""
     accepts_inputs: bool = False
     """Whether the engine accepts rows with further inputs and position rules (`data.model_rows`)."""
     accepts_grammars: bool = False
-    """Whether the engine keeps to `SamplingParams.grammar`."""
+    """Whether the engine obeys `SamplingParams.grammar`."""
     reports_experts: bool = False
     """Whether the engine returns the experts of tokens (`EngineSettings.reports_experts`)."""
     speculates: bool = False
-    """Whether the engine proposes tokens by a draft model or MTP layers that the policy trains."""
+    """Whether the engine can propose tokens with a draft model or MTP layers that the policy trains."""
     arguments: Callable[[PolicyConfig], dict[str, Any]] = _own_arguments
     """Function from the section `policy` to further arguments of the engine (`EngineSettings.engine_kwargs`)."""
     drops_weights: Callable[[GenerationConfig], bool] = lambda generation: False
@@ -98,7 +98,7 @@ ENGINES = {
         drops_weights=_sglang_drops,
     ),
 }
-"""Engines that `policy.generation.backend` can name. Any other value is the dotted path of a user's class."""
+"""Engines by their names in `policy.generation.backend`. Any other value is the dotted path of a user's class."""
 
 ENGINE_CLASSES: Registry[Engine] = Registry("engine", Engine, {name: kind.path for name, kind in ENGINES.items()})
 
@@ -146,13 +146,13 @@ def reports_experts(backend: str) -> bool:
 
 
 def make_engine(settings: EngineSettings, place: int = 0) -> Engine:
-    """Build the engine that the settings name, for the worker at this position in the engine."""
+    """Build the engine of the settings, for the worker at this position."""
     engine: Engine = _class_at(settings, place)(settings)
     return engine
 
 
 def _class_at(settings: EngineSettings, place: int) -> type:
-    """Return the class of the worker at this position in an engine. The worker at position 0 gets the requests."""
+    """Return the class of the worker at a position in an engine. The worker at position 0 gets the requests."""
     kind, what = engine_kind(settings.backend), _named(settings.backend)
     path = kind.rank_path if place else None
     if settings.num_replicas > 1 and place % settings.replica_size == 0 and kind.replica_paths:

@@ -1,9 +1,9 @@
-"""Find the tokens that end responses, decode responses, and continue the response of an earlier run.
+"""Find the tokens that end responses, decode responses, and continue responses of an earlier run.
 
 To continue a response, its tokens so far become a part of the prompt. The rest is sampled with another seed, because
-the tokens so far depend on the random numbers of the first seed, which would be drawn again. Invariant: the joined
-response has the tokens, log-probabilities and weight versions of both parts, and ends where one response would have
-ended. Its experts (`policy.router_replay`) for the tokens so far are those of the second reading by the engine.
+the first seed would draw the random numbers of the tokens so far again. Invariant: the joined response has the tokens,
+log-probabilities and weight versions of both parts, and ends where one response would have ended. Its experts
+(`policy.router_replay`) for the tokens so far are those that the engine chose when it read them as a prompt.
 """
 
 from bisect import bisect_left
@@ -26,7 +26,7 @@ from nemo_rl.utils.seed import derive_seed
 
 
 def sampled_text(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int] | NDArray[np.int32]) -> str:
-    """Decode a response. Special tokens, such as the one that ends a turn, are left out."""
+    """Decode a response without special tokens, such as the token that ends a turn."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     assert isinstance(text, str), "one sequence gives one text"
     return text
@@ -38,10 +38,10 @@ def stop_token_ids(
     configured: Sequence[int] | None,
     config_overrides: dict[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Return the stop tokens that the tokenizer, the model and the run's configuration name, each once.
+    """Return the stop tokens of the tokenizer, the model and the configuration, without duplicates.
 
-    Chat models often end a turn with another token than their tokenizer's end-of-sequence token (Gemma, Llama 3, Phi,
-    Qwen). Their generation_config.json lists all such tokens. Models without that file list them in config.json.
+    Chat models (Gemma, Llama 3, Phi, Qwen) often end a turn with another token than their tokenizer's end-of-sequence
+    token. Their generation_config.json lists all such tokens. Models without that file list them in config.json.
 
     Args:
         model_name: Local folder or hub id.
@@ -63,7 +63,7 @@ def stop_token_ids(
 
 
 def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequest:
-    """Return the request for the rest of a response. If there are no tokens so far, it is the request itself.
+    """Return the request for the rest of a response, or the request itself if there are no tokens so far.
 
     Args:
         so_far: The first part of the response, shorter than `max_new_tokens`.
@@ -81,10 +81,10 @@ def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequ
 def joined(
     so_far: ResponseSoFar, rest: GenerationResult, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> GenerationResult:
-    """Join the first part of a response and the rest. If there are no tokens so far, return the rest.
+    """Join the first part of a response with the rest. If there are no tokens so far, return the rest.
 
-    Engines look for stop strings only in the tokens that they sample. A stop string that begins in the first part is
-    therefore looked for here, and the tokens after it are dropped.
+    Engines look for stop strings only in the tokens that they sample. This function therefore looks for a stop string
+    that begins in the first part, and drops the tokens after it.
 
     Args:
         stops: The stop strings of the request.
@@ -99,7 +99,7 @@ def joined(
     )
     whole = so_far.followed_by(kept)
     dropped = len(rest.token_ids) - end
-    experts = rest.routed_experts  # its prompt has the tokens so far
+    experts = rest.routed_experts  # its prompt contains the tokens so far
     return GenerationResult(
         whole.token_ids,
         whole.logprobs,
@@ -111,7 +111,7 @@ def joined(
 
 
 def _end_at_stop(so_far: list[int], rest: list[int], stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of tokens of the rest that belong to the response: up to the first stop string, or all."""
+    """Return how many tokens of the rest belong to the response: those up to the first stop string, or all."""
 
     def has_stop(end: int) -> bool:
         text = str(tokenizer.decode(so_far + rest[:end]))

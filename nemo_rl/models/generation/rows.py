@@ -1,4 +1,4 @@
-"""Manage the rows of an engine that draws every token itself: their requests, stops and draws.
+"""Manage the rows of an engine that draws every token itself: their requests, draws and ends.
 
 Tokens are drawn from logits with one seeded generator per request, and with the trainer's filters. Invariants: a row's
 response depends only on its own tokens, inputs and generator. The returned log-probability is that of the distribution
@@ -25,7 +25,7 @@ from nemo_rl.utils.errors import GenerationError, NonFiniteError
 def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams, banned: Sequence[int] = ()) -> torch.Tensor:
     """Compute log-probabilities `[V]` float32 after banned tokens, temperature, top-k and top-p, in that order.
 
-    Temperature 0 (greedy) does not change the distribution; filtered tokens get -inf.
+    Temperature 0 (greedy) does not change the distribution. Filtered tokens get -inf.
     """
     logits_V = logits_V.float()
     if banned:
@@ -37,9 +37,9 @@ def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams, banned: 
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Encode each word at the beginning of a text, and also after a space if its first token then differs.
+    """Encode each word for the beginning of a text, and for a place after a space if its first token then differs.
 
-    The rule is vLLM's (`SamplingParams.update_from_tokenizer`), so both engines forbid the same tokens.
+    vLLM uses the same rule (`SamplingParams.update_from_tokenizer`), so both engines forbid the same tokens.
     """
     sequences: list[list[int]] = []
     for word in words:
@@ -52,17 +52,17 @@ def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def banned_tokens(sequences: Sequence[list[int]], written: list[int]) -> list[int]:
-    """Return the tokens that would complete one of the sequences, given the tokens written so far."""
+    """Return the tokens that would complete a forbidden sequence, given the tokens so far."""
     return [ids[-1] for ids in sequences if ids[:-1] == written[max(0, len(written) - len(ids) + 1) :]]
 
 
 def draw(
     logits_V: torch.Tensor, sampling: SamplingParams, generator: torch.Generator, banned: Sequence[int] = ()
 ) -> tuple[int, float]:
-    """Draw a token that is not banned, and return its id and its log-probability.
+    """Draw a token that is not banned. Return its id and log-probability.
 
     Raises:
-        NonFiniteError: the logits hold NaN or +inf.
+        NonFiniteError: the logits contain NaN or +inf.
     """
     logprobs = filtered_logprobs(logits_V, sampling, banned).cpu()
     if logprobs.isnan().any():
@@ -76,16 +76,16 @@ def draw(
 
 @dataclass
 class Row:
-    """A request and its response so far."""
+    """A request with its response so far."""
 
     request_id: str
-    """Name of the row."""
+    """Id of the request."""
     request: GenerationRequest
-    """Prompt and sampling."""
+    """The prompt with its sampling parameters."""
     generator: torch.Generator
-    """Source of the row's draws."""
+    """Random generator of the row."""
     bad_words: list[list[int]]
-    """Token ids of the texts that are never drawn."""
+    """Token ids of texts that are never drawn."""
     most_tokens: int
     """Largest number of tokens of the response."""
     token_ids: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of its tokens."""
     finish_reason: FinishReason | None = None
-    """Why the response ended. None while it continues."""
+    """Reason why the response ended. None while it continues."""
 
     @property
     def tokens(self) -> list[int]:
@@ -102,11 +102,11 @@ class Row:
 
 
 class RowsEngine(SteppedEngine):
-    """A `SteppedEngine` with rows, and with a model that a subclass puts into `_model`.
+    """A `SteppedEngine` with rows. A subclass sets `_model`.
 
     Args:
         settings: context limit and tokenizer.
-        vocab_size: number of token ids that prompts may hold.
+        vocab_size: number of token ids that prompts may contain.
     """
 
     _model: Any
@@ -120,11 +120,11 @@ class RowsEngine(SteppedEngine):
 
     @abstractmethod
     def put_in_force(self) -> list[str]:
-        """Complete the loaded weights, and return the names of the parameters that were not loaded."""
+        """Activate the loaded weights, and return the names of the parameters that were not loaded."""
 
     @abstractmethod
     def drop_finished(self) -> None:
-        """Remove the finished rows from the active ones, and free their resources, as far as possible."""
+        """Remove finished rows from the active rows, and free their resources if possible."""
 
     @override
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
@@ -139,7 +139,7 @@ class RowsEngine(SteppedEngine):
         self._waiting.append(Row(request_id, request, generator, bad_words, most_tokens))
 
     def extend(self, row: Row, logits_V: Tensor) -> int:
-        """Draw the next token of a row, note whether it ends the response, and return the token."""
+        """Draw the next token of a row, check whether it ends the response, and return the token."""
         sampling = row.request.sampling
         token, logprob = draw(logits_V, sampling, row.generator, banned_tokens(row.bad_words, row.token_ids))
         row.token_ids.append(token)
@@ -165,7 +165,7 @@ class RowsEngine(SteppedEngine):
         return self.take_finished(rows)
 
     def take_finished(self, rows: Iterable[Row]) -> list[Finished]:
-        """Return those of the rows that are finished, and free their resources."""
+        """Return the finished rows and free their resources."""
         self.drop_finished()
         return [
             Finished(row.request_id, row.token_ids, row.logprobs, row.finish_reason)

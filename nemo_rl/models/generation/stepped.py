@@ -1,11 +1,11 @@
-"""Run the loop of engines that advance all their requests by one step of a plain function.
+"""Run the loop of engines that advance all requests with a plain function `step`.
 
     generate() ─► add_request ─► _run: step(), step(), ... ─► futures of generate()
                                    │ between steps: requests, aborts and weight updates
     begin_weight_update() ... load_tensors() ... finish_weight_update() ◄── no step in between
 
-Invariants: other calls reach an engine only between two steps. No step runs with half-loaded weights. Each token of a
-response is recorded with the version of the weights that drew it.
+Invariants: an engine gets other calls only between two steps. No step runs with incompletely loaded weights. Each token
+of a response is recorded with the version of the weights that drew it.
 """
 
 import asyncio
@@ -37,17 +37,17 @@ _OVERFLOW = (
 
 
 _TURNS = 6
-"""Number of turns of the event loop between two steps, because an answer needs several turns to reach its caller."""
+"""Number of event-loop iterations between two steps. An answer needs several iterations to reach its caller."""
 _PAUSE_EVERY_S = 0.05
 _PAUSE_S = 0.001
-"""Pause of the engine for calls that have arrived. Ray hands a call back and forth several times between the event loop
-and a thread of its own before the call begins. Without a pause, each of these times takes a whole step."""
+"""Pause of the engine for calls that have arrived, in seconds. Before a call begins, Ray passes it several times
+between the event loop and another thread. Without a pause, each of these exchanges takes as long as a step."""
 _QUIET_S, _QUIET_PAUSE_S = 0.5, 0.0002
-"""If no call began and no answer ended for this many seconds, probably none waits, and the pause is shorter."""
+"""Seconds without a started call or ended answer, after which probably no call is waiting and the pause is shorter."""
 
 
 class Finished(NamedTuple):
-    """A finished response, with the fields of `GenerationResult` as lists, or a refused request with an `error`."""
+    """A finished response with the fields of `GenerationResult` as lists, or a refused request with an `error`."""
 
     request_id: str
     token_ids: list[int]
@@ -65,12 +65,12 @@ class _InProgress:
 
 
 class SteppedEngine(ABC):
-    """An `Engine` that does all its work in `step`. Its first weights have version 0."""
+    """An `Engine` that does all of its work in `step`. Its first weights have version 0."""
 
     def __init__(self) -> None:
         self._version = 0
         self._in_force: int | None = None
-        """Version of the completely loaded weights. None before the first update and during an update."""
+        """Version of the loaded weights. None before the first update and during an update."""
         self._before_update: int | None = None
         self._running: dict[str, _InProgress] = {}
         self._may_step = asyncio.Event()
@@ -78,7 +78,7 @@ class SteppedEngine(ABC):
         self._steps: asyncio.Task[None] | None = None
         self._paused_at = 0.0
         self._busy_at = 0.0
-        """Time at which a call last began or an answer last ended. After an answer, its caller usually calls again."""
+        """Time at which a call last began or an answer last ended. After an answer, its caller usually makes a call."""
 
     @abstractmethod
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
@@ -90,7 +90,7 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Finished]:
-        """Advance all queued requests by one token or a few, and return the finished ones.
+        """Advance all queued requests by one or a few tokens, and return the finished ones.
 
         Raises:
             NonFiniteError: the scores of a token are not finite.
@@ -98,12 +98,12 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
-        """Stop running requests, and return them with their tokens so far and finish reason "abort"."""
+        """Stop running requests, and return them with their tokens so far and the finish reason "abort"."""
 
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]] | None:
-        """Return the tokens of the response of a running request, and their log-probabilities.
+        """Return the tokens of a running request's response so far, with their log-probabilities.
 
-        The default is None: the tokens are not known, and a resumed run samples the response from its start.
+        By default, return None, because the tokens are not known. A resumed run then samples the whole response.
         """
         return None
 
@@ -112,7 +112,7 @@ class SteppedEngine(ABC):
         """Return the number of tokens in the response of a running request."""
 
     def finish_steps(self) -> list[Finished]:
-        """Return the results of steps that were computed ahead, so that no token of the old weights follows an update.
+        """Return the results of steps computed ahead, so that no token of old weights follows an update.
 
         By default there are none, because a step returns when its tokens are drawn.
         """
@@ -124,7 +124,7 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`."""
+        """Load some of the new tensors (`Engine.load_tensors`)."""
 
     @abstractmethod
     def finish_loading(self, *, changed: bool) -> list[str]:
@@ -132,24 +132,24 @@ class SteppedEngine(ABC):
 
         Args:
             changed: Whether the weights may differ from the previous ones. If so, new requests must not use cached keys
-                and values, and running requests only if `EngineSettings.recomputes_cache` allows it. If not (another
-                engine was replaced), running requests continue unchanged.
+                and values, and running requests may do so only if `EngineSettings.recomputes_cache` is false. If not
+                (another engine was replaced), running requests continue unchanged.
         """
 
     @abstractmethod
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`."""
+        """Return a prompt's hidden states after each layer (`Engine.layer_outputs`)."""
 
     @abstractmethod
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
+        """Free memory until `wake_up` (`Engine.sleep`)."""
 
     @abstractmethod
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
+        """Allocate memory again (`Engine.wake_up`)."""
 
     def weights_not_finite(self) -> list[str]:
-        """Return the names of the weights that hold NaN or infinity. By default, return no names."""
+        """Return the names of weights with NaN or infinity. By default, return no names."""
         return []
 
     def take_load(self) -> EngineLoad | None:
@@ -157,11 +157,11 @@ class SteppedEngine(ABC):
         return None
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `GenerationResult.text`."""
+        """Decode the text of a response (`GenerationResult.text`)."""
         return None
 
     def generate(self, request_id: str, request: GenerationRequest) -> asyncio.Future[GenerationResult]:
-        """See `Engine.generate`."""
+        """Accept a request, and return an awaitable response (`Engine.generate`)."""
         loop = asyncio.get_running_loop()
         self._busy_at = time.monotonic()
         answer: asyncio.Future[GenerationResult] = loop.create_future()
@@ -177,12 +177,12 @@ class SteppedEngine(ABC):
         return answer
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`."""
+        """End requests with their tokens so far (`Engine.abort`)."""
         self._busy_at = time.monotonic()
         self._answer(self.remove_requests([id_ for id_ in request_ids if id_ in self._running]))
 
     async def responses_so_far(self, request_ids: Collection[str]) -> dict[str, ResponseSoFar]:
-        """See `Engine`. The state is read between two steps."""
+        """Return the tokens sampled so far by running requests, between two steps (`Engine`)."""
         self._busy_at, found = time.monotonic(), {}
         for request_id in self._running.keys() & set(request_ids):
             sampled = self.sampled_so_far(request_id)
@@ -194,7 +194,7 @@ class SteppedEngine(ABC):
         return found
 
     async def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
+        """Prepare for new weights (`Engine.begin_weight_update`)."""
         self._busy_at = time.monotonic()
         self._may_step.clear()
         self._before_update, self._in_force = self._in_force, None
@@ -202,7 +202,7 @@ class SteppedEngine(ABC):
         self.start_loading()
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`."""
+        """Activate the new weights (`Engine.finish_weight_update`)."""
         unbound = self.finish_loading(changed=version != self._before_update)
         self._version = self._in_force = version
         for request_id, running in self._running.items():
@@ -233,7 +233,7 @@ class SteppedEngine(ABC):
             await asyncio.sleep(0)
 
     def _checked_step(self) -> list[Finished]:
-        """Call `step`. If a score is not finite, name the weights that are not finite in the error."""
+        """Call `step`. If a score is not finite, the error names the weights that are not finite."""
         try:
             return self.step()
         except NonFiniteError as error:
@@ -265,7 +265,7 @@ class SteppedEngine(ABC):
             )
 
     def _pass_on_failure(self, steps: asyncio.Task[None]) -> None:
-        """Fail every running response if a step has failed."""
+        """Fail all running responses after a failed step."""
         failure = None if steps.cancelled() else steps.exception()
         if failure is not None:
             for running in self._running.values():

@@ -1,13 +1,13 @@
-"""Host one engine, or one worker of an engine with several, in an actor: accept requests and return results.
+"""Host an engine, or one of its workers, in an actor, which accepts requests and returns results.
 
-All of this runs on the actor's only asyncio loop, so no two steps run at the same time:
+All of this runs on the actor's only asyncio loop, so steps never run concurrently:
 
     submit() ──► engine.generate() ─► _note ──► _finished ──► collect() (long poll)
     abort()  ──► engine.abort() ─────► (the same way, with the tokens so far)
     responses_so_far() ──► between two steps, which go on
     begin_weight_update() ... receive_bucket() ... finish_weight_update() ◄── controller
 
-Invariant: each request gets exactly one result, however it ends.
+Invariant: each request gets exactly one result, also after an error.
 """
 
 import asyncio
@@ -42,14 +42,14 @@ from nemo_rl.weight_sync.verify import SyncReceipt
 
 
 class GenerationWorker:
-    """Hosts one engine.
+    """Host one engine.
 
     Args:
         settings: Settings of the engine. RANK in the environment is the worker's position among all engines' workers.
     """
 
     def __init__(self, settings: EngineSettings):
-        outlive_failed_groups()  # of weight syncs
+        outlive_failed_groups()  # failed groups of weight syncs
         self._rank = int(os.environ["RANK"])
         index, place = engine_of(self._rank, settings.num_workers)
         self._engine = make_engine(settings, place)
@@ -67,7 +67,7 @@ class GenerationWorker:
             keep_freed_memory()
 
     async def ready(self) -> int:
-        """Return the worker's rank, once the engine is built."""
+        """Return the worker's rank as soon as the engine is built."""
         return self._rank
 
     async def submit(self, requests: list[tuple[str, GenerationRequest]]) -> None:
@@ -82,13 +82,13 @@ class GenerationWorker:
             answer.add_done_callback(partial(self._note, request_id))
 
     def _refusal(self, request: GenerationRequest) -> str | None:
-        """Return why the engine does not accept a request, or None if it does."""
+        """Return the reason why the engine refuses a request, or None if it accepts it."""
         if request.sampling.grammar is not None and self._grammar_refusal is not None:
             return self._grammar_refusal
         return self._accepted.refusal(request.row_inputs) if request.row_inputs else None
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests. For those that were running, `collect` returns the tokens so far."""
+        """End requests. `collect` returns the tokens so far of those that were running."""
         await self._engine.abort(request_ids)
 
     async def responses_so_far(self, request_ids: list[str]) -> dict[str, ResponseSoFar]:
@@ -113,10 +113,10 @@ class GenerationWorker:
         self._has_news.set()
 
     async def collect(self, poll_s: float = COLLECT_POLL_S) -> Collected:
-        """Return the results since the last call. If there are none yet, wait for one for up to `poll_s` seconds.
+        """Return the results since the last call. If there are none, wait for one for up to `poll_s` seconds.
 
-        The report also has the load of the engine since the last call. If another call arrives, this call ends without
-        results, because its caller may be a rollout runner that died.
+        The report also contains the load of the engine since the last call. If another call arrives, this call ends
+        without results, because its caller may have died.
 
         Raises:
             Exception: The failure of the engine.
@@ -146,12 +146,12 @@ class GenerationWorker:
         await self._engine.begin_weight_update()
 
     async def record_reads(self) -> None:
-        """Record which parts of tensors the engine reads in the next update, if the engine supports it."""
+        """Record which parts of tensors the engine reads in the next update, if it supports this."""
         if isinstance(self._engine, RecordsReads):
             self._engine.record_reads()
 
     async def take_reads(self) -> BlocksByName:
-        """Return the parts that the engine has read since `record_reads`, or no parts if it cannot tell."""
+        """Return the parts that the engine has read since `record_reads`. Return no parts if they were not recorded."""
         return self._engine.take_reads() if isinstance(self._engine, RecordsReads) else {}
 
     async def receive_bucket(self, bucket: Bucket) -> None:
@@ -166,12 +166,12 @@ class GenerationWorker:
         return self._receiver.finish(await self._engine.finish_weight_update(version))
 
     async def weights_not_finite(self) -> list[str]:
-        """Return the names of the engine's weights that hold NaN or infinity, or no names if it cannot tell."""
+        """Return the names of weights with NaN or infinity, or no names if the engine does not check them."""
         names: list[str] = getattr(self._engine, "weights_not_finite", list)()
         return names
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Return a prompt's hidden states `[T, D]` after each decoder layer (see `algorithms.rollout.sync_setup`)."""
+        """Return a prompt's hidden states `[T, D]` after each decoder layer (`algorithms.rollout.sync_setup`)."""
         return await self._engine.layer_outputs(token_ids)
 
     async def sleep(self) -> None:

@@ -1,1 +1,1 @@
-"""Load Hugging Face models, read and write their files, and make small models of their architectures."""
+"""Load Hugging Face models, read and write their files, and build small models of their architectures."""

@@ -1,4 +1,4 @@
-"""Convert weights between the names and shapes of a model and of checkpoints on the Hugging Face hub.
+"""Convert weights between the names and shapes in a model and those in checkpoints on the Hugging Face hub.
 
 transformers renames and fuses some weights when it loads them (the experts of a mixture become one tensor), and
 restores the original names and shapes in `save_pretrained`. Checkpoints and engines of this library need the original
@@ -34,17 +34,17 @@ from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor of a checkpoint that is a block of a model's weight, possibly with its dimensions in another order."""
+    """A checkpoint tensor that is a block of a model's weight, possibly with reordered dimensions."""
 
     shape: tuple[int, ...]
     """Shape in the checkpoint."""
     block: TensorBlock
-    """Place of the block in the weight."""
+    """Location of the block in the weight."""
     dims: tuple[int | None, ...]
     """For each dimension of the result, the corresponding dimension of the weight, or None if its size is 1."""
 
     def of(self, place: TensorBlock, values: Tensor) -> tuple[TensorBlock, Tensor] | None:
-        """Return the part of this result that a block of the weight, with its place and values, contains.
+        """Return the part of this result that a block of the weight contains, given the block's location and values.
 
         Returns:
             Place of the part in the result, and its values as a view; None if the block contains nothing of the result.
@@ -65,11 +65,11 @@ class TensorGroup:
     """Tensors that are converted together."""
 
     target: str
-    """Name of the result, or of the first result if there are several."""
+    """Name of the result, or of the first of several results."""
     sources: dict[str, str]
-    """For each tensor by name, the pattern of the converter that it matches, in the order that the converter needs."""
+    """Pattern of the converter that each tensor matches, by tensor name in the order that the converter needs."""
     converter: WeightConverter | None
-    """Converter of transformers; None for a single tensor that is only renamed, or keeps its name."""
+    """Converter of transformers. None for a single tensor that is renamed or keeps its name."""
 
     def convert(self, hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of all sources, and return the results by name."""
@@ -83,10 +83,10 @@ class TensorGroup:
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
     def results(self, hf: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, Result] | None:
-        """Return, for each result by name, the block of the weight that it is, given the shapes of the sources.
+        """Return the block of the weight for each result by name, given the shapes of the sources.
 
         Returns:
-            The results, or None if there are several sources or a result is no block of its source.
+            The results, or None if there are several sources or a result is not a block of its source.
         """
         if len(self.sources) > 1:
             return None
@@ -104,10 +104,10 @@ class TensorGroup:
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Replaces copies by views, so that the strides of a result show where its elements come from."""
+    """Replace copies with views, so that the strides of a result show the origin of its elements."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return an alias for `clone`, and run all other operations unchanged."""
+        """Return an alias for `clone`. Run all other operations unchanged."""
         if func is torch.ops.aten.clone.default:
             return torch.ops.aten.alias.default(args[0])
         return func(*args, **(kwargs or {}))
@@ -116,8 +116,8 @@ class _OnlyViews(TorchDispatchMode):
 def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight with its name and shape in checkpoints.
 
-    Tensors of which only the name changes are yielded unchanged, sharded or not. Tensors that need a converter are
-    gathered first if they are sharded, which is collective. Only tensors of incomplete groups are held in memory.
+    Tensors whose name alone changes are yielded unchanged, sharded or not. Tensors that need a converter are gathered
+    first if they are sharded, which is collective. Only tensors of incomplete groups are held in memory.
 
     Args:
         weights: every weight once, by its name in `hf`, and in the same order on all ranks. Tied weights have one name.
@@ -160,13 +160,13 @@ def groups_in_memory(
     Args:
         hf: the model, on any device.
         names: all names of the checkpoint.
-        rules: transformers' rules that rename and convert tensors; None takes those with which the model was loaded.
+        rules: transformers' rules that rename and convert tensors; if None, the rules with which the model was loaded.
     """
     return _groups(names, _transforms(hf) if rules is None else deepcopy(rules), reverse=False, hf=hf)
 
 
 def _block(source: Tensor, result: Tensor) -> Result | None:
-    """Return which block of a contiguous tensor `source` the tensor `result` is, or None if it is no block."""
+    """Return which block of a contiguous tensor `source` the tensor `result` is, or None if it is not a block."""
     if StorageWeakRef(result.untyped_storage()) != StorageWeakRef(source.untyped_storage()):
         return None
     strides, position, starts = source.stride(), int(result.storage_offset()), []
@@ -190,9 +190,9 @@ def converts(hf: PreTrainedModel) -> bool:
 
 
 def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
-    """Return the rules with which the model was loaded, or those of its architecture if it was not loaded.
+    """Return the rules with which the model was loaded or, if it was not loaded, those of its architecture.
 
-    Rules that add or drop a prefix are left out of the latter, because only a load shows whether they apply.
+    The latter exclude rules that add or drop a prefix, because only a load shows whether they apply.
     """
     used: list[WeightTransform] | None = getattr(hf, "_weight_conversions", None)
     rules = used or [

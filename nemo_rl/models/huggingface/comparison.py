@@ -1,7 +1,7 @@
-"""Compare an exported model with the trained model: both score the same texts.
+"""Compare an exported model with the trained model by their scores of the same texts.
 
-Sequence classifiers are compared by their scores, and other models by log-probabilities. Invariant: the models compute
-on the CPU in the dtype in which they are loaded.
+Sequence classifiers are compared by their scores, and other models by log-probabilities. Invariant: both models compute
+on the CPU in their loaded dtype.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ VERIFY_TEXTS = (
 _SCORING_SUFFIX = "ForSequenceClassification"
 """Suffix of the names of model classes that score sequences."""
 VERIFY_TOLERANCE = 1e-5
-"""Largest difference of a log-probability between an export in float32 and the trained model."""
+"""Largest accepted difference of a log-probability between a float32 export and the trained model."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ExportCheck:
     num_values: int
     """Number of log-probabilities or scores compared."""
     tolerance: float = VERIFY_TOLERANCE
-    """Largest difference that rounding in float32 explains."""
+    """Largest difference that float32 rounding can cause."""
 
     def __str__(self) -> str:
         return f"Largest difference of {self.num_values} log-probabilities: {self.max_difference:.3g}"
@@ -58,7 +58,7 @@ def compare_models(
 
 @torch.no_grad()
 def _token_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return `[T - 1]` log-probabilities of `ids` `[1, T]`, from the second token on."""
+    """Return `[T - 1]` log-probabilities of `ids` `[1, T]`, starting with the second token."""
     logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)
 

@@ -1,7 +1,7 @@
 """Copy model folders, optionally in another dtype, and read and write folders of adapters (PEFT).
 
 A model folder has safetensors files, configuration and tokenizer. No model is built to copy it. Invariant: the copy can
-be loaded wherever the source can, and its config.json and index describe the files correctly.
+be loaded in the same ways as the source, and its config.json and index describe the files correctly.
 
 A folder of an adapter has the adapter_config.json and adapter_model.safetensors that `PeftModel.from_pretrained` loads.
 """
@@ -26,7 +26,7 @@ from nemo_rl.models.huggingface.tensor_files import TensorFiles, write_file
 from nemo_rl.utils.errors import CheckpointError
 
 MODEL_FOLDER = "model"
-"""Subfolder of a weights folder that loads with `from_pretrained`."""
+"""Subfolder of a weights folder that `from_pretrained` loads."""
 CONSOLIDATED_FOLDER = "consolidated"
 TENSOR_FILES = "*.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -39,9 +39,9 @@ def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = No
 
     Args:
         source: a folder that `from_pretrained` loads.
-        target: created if it does not exist; may be inside `source`.
-        dtype: dtype of floating-point weights, except those that stay float32 (`stays_float32_in_files`); None copies
-            bit for bit.
+        target: folder that is created if it does not exist; it may be inside `source`.
+        dtype: dtype of floating-point weights, except those that stay float32 (`stays_float32_in_files`); if None,
+            files are copied bit for bit.
     """
     files = sorted(file for file in source.iterdir() if file.is_file())
     target.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def require_empty(target: Path) -> None:
 
 
 def _convert(source: TensorFiles, target: Path, dtype: torch.dtype, stays: Callable[[str], bool]) -> Iterator[None]:
-    """Write a file's tensors in another dtype, except those for which `stays` is True, and yield after each tensor."""
+    """Write a file's tensors in another dtype unless `stays` is True for them, and yield after each tensor."""
 
     def converted(name: str, tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and not stays(name) else tensor
@@ -84,7 +84,7 @@ def _convert(source: TensorFiles, target: Path, dtype: torch.dtype, stays: Calla
 
 
 def _architecture(folder: Path) -> str | None:
-    """Return the name of the model class in a folder's config.json, or None if it has none."""
+    """Return the name of the model class in a folder's config.json, or None if there is none."""
     path = folder / "config.json"
     names = json.loads(read_text(path)).get("architectures") if path.exists() else None
     return names[0] if names else None
@@ -119,9 +119,9 @@ def peft_key(name: str) -> str:
 def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, fused_experts: bool) -> dict[str, Any]:
     """Build the adapter_config.json of an adapter.
 
-    In a model with fused experts, PEFT takes every layer with the name of an expert's layer for an expert, and would
-    drop the adapters of dense and shared layers with such names. So these layers are listed as weights
-    (`target_parameters`). PEFT then requires dropout 0, which changes nothing because inference uses no dropout.
+    In a model with fused experts, PEFT treats every layer with the name of an expert's layer as an expert, and would
+    drop the adapters of dense and shared layers with such names. Therefore these layers are listed as weights
+    (`target_parameters`). PEFT then requires dropout 0, which has no effect because inference does not use dropout.
 
     Args:
         config: the adapter's shape and dropout.
@@ -148,14 +148,14 @@ def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, 
 
 
 def adapter_scaling(folder: Path) -> float:
-    """Return the factor `alpha / r` with which an adapter's product B A is added to a weight.
+    """Return the factor `alpha / r` by which an adapter's product B A is multiplied.
 
     Raises:
         CheckpointError: the folder has no adapter_config.json.
     """
     file = folder / CONFIG_FILE
     if not file.exists():
-        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}, so it is no LoRA adapter.")
+        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}, so it is not a LoRA adapter.")
     described = json.loads(read_text(file))
     return float(described["lora_alpha"] / described["r"])
 
@@ -169,7 +169,7 @@ def write_adapter(
         folder: created if it does not exist.
         tensors: tensors by `peft_key`.
         described: result of `peft_config`.
-        group: process group of all ranks; None takes the default group.
+        group: process group of all ranks; if None, the default group.
     """
     with raise_on_all_ranks(group):
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Find the body and the decoder layers of a model, and record their outputs in a forward pass."""
+"""Find the body and the decoder layers of a model, and record the outputs of layers in a forward pass."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    # The controller imports this file, but does not need this slow import.
+    # # The controller imports this file without needing this slow import.
     from transformers import PreTrainedModel
 
 
 def body(hf: "PreTrainedModel") -> nn.Module:
     """Return the model without its head, or the model itself if it has no such part.
 
-    Llama 4's text models keep the body under a name that is not their `base_model_prefix`. For a model that also reads
-    images or sound, return its text model, which computes the same for text as the whole model.
+    In Llama 4's text models, the body's name is not their `base_model_prefix`. For a model that also reads images or
+    sound, return its text model, which gives the same results for text as the whole model.
     """
     whole: nn.Module = hf.base_model if hf.base_model is not hf else getattr(hf, "model", hf)
     text = hf.config.get_text_config()
@@ -28,7 +28,7 @@ def body(hf: "PreTrainedModel") -> nn.Module:
 
 
 def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
-    """Return the modules that read images or sound, such as a vision tower. The list is empty for a text model."""
+    """Return the modules that read images or sound, such as a vision tower, or an empty list for a text model."""
     whole, text = hf.base_model, body(hf)
     if hf.config.get_text_config() is hf.config or text is whole or text is hf:
         return []
@@ -39,13 +39,13 @@ def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
 
 
 def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor:
-    """Return the output `[b, T, D]` of the body, given the keyword arguments of the model."""
+    """Return the body's output `[b, T, D]` for the keyword arguments of the model."""
     hidden: Tensor = body(hf)(**model_inputs, use_cache=False).last_hidden_state
     return hidden
 
 
 def decoder_layers(hf: "PreTrainedModel") -> list[nn.Module]:
-    """Return the repeated blocks of the decoder, which are the units of sharding, in order.
+    """Return the decoder's repeated blocks, which are the units of sharding, in order.
 
     Raises:
         ConfigError: the architecture has no list of layers.
@@ -61,7 +61,7 @@ def decoder_layers(hf: "PreTrainedModel") -> list[nn.Module]:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the hidden states from the output of a `transformers` decoder layer."""
+    """Return the hidden states in the output of a `transformers` decoder layer."""
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden
 

@@ -1,6 +1,6 @@
 """Load a Hugging Face model for training, and decide which of its weights stay float32.
 
-Invariant: loaded weights are in float32, and none is quantised, offloaded or on another device.
+Invariant: loaded weights are in float32, and no weight is quantised, offloaded or on another device.
 
 Some weights stay float32 when the model computes in bfloat16 or float16. These are the weights that transformers keeps
 (`_keep_in_fp32_modules_strict`, and `_keep_in_fp32_modules` in float16), the biases by which routers choose experts,
@@ -65,20 +65,20 @@ def load_causal_lm(
     Args:
         model_name: Hugging Face id or local folder.
         config_overrides: fields of the model's configuration to replace.
-        attn_implementation: name of the attention function. None lets the architecture choose, but models with
+        attn_implementation: name of the attention function. If None, the architecture chooses, but models with
             soft-capped attention scores get "eager", the only function that applies the cap.
 
     Returns:
         The model in eval mode.
 
     Raises:
-        DownloadError: the model is no folder and cannot be downloaded.
+        DownloadError: the model is not a folder and cannot be downloaded.
         ConfigError: the model has no configuration, does not accept an attention function, or an override names no
             field of its configuration.
     """
     from transformers import AutoModelForCausalLM
 
-    files = _files_of(model_name)  # before the next line, so that only one rank of a machine asks the hub for files
+    files = _files_of(model_name)  # first, so that one rank per machine contacts the hub
     config = load_model_config(model_name, config_overrides)
     require_text_model(config, model_name)
     attention = attention_choice(config, attn_implementation, AutoModelForCausalLM)
@@ -97,16 +97,16 @@ def load_scoring_model(
 ) -> "PreTrainedModel":
     """Load a language model, or a reward model, as a sequence classifier with one label, in float32.
 
-    If the files have no scalar head, the head starts with the values of `initial_head`, which are equal on every rank.
+    If the files contain no scalar head, the head gets the values of `initial_head`, which are equal on every rank.
 
     Args:
         model_name: Hugging Face id or local folder.
         config_overrides: fields of the model's configuration to replace.
-        attn_implementation: see `load_causal_lm`.
+        attn_implementation: as in `load_causal_lm`.
         seed: run seed, for a new head.
 
     Raises:
-        DownloadError: the model is no folder and cannot be downloaded.
+        DownloadError: the model is not a folder and cannot be downloaded.
         ConfigError: the model has no configuration or no sequence classifier, does not accept an attention function, or
             an override names no field.
     """
@@ -139,7 +139,7 @@ def load_scoring_model(
 def attention_choice(
     config: PretrainedConfig, attn_implementation: str | None, kind: "type[_BaseAutoModelClass]"
 ) -> dict[str, str]:
-    """Return the keyword argument `attn_implementation` for loading a model, or no argument if none is needed.
+    """Return the keyword argument `attn_implementation` for loading a model, or no argument.
 
     Raises:
         ConfigError: the architecture does not accept an attention function.
@@ -150,7 +150,7 @@ def attention_choice(
     model_class = classes.get(type(config), None)
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise ConfigError(
-            f"{model_class.__name__} computes its attention in its own code, which knows neither packed rows nor "
+            f"{model_class.__name__} computes its attention in its own code, which supports neither packed rows nor "
             f"rows that ranks divide. {WITHOUT_PACKING} Leave policy.dtensor_cfg.context_parallel_size=1."
         )
     return {"attn_implementation": attn_implementation}
@@ -159,7 +159,7 @@ def attention_choice(
 def load_model_config(
     model_name: str, overrides: dict[str, Any] | None = None, section: str = "policy"
 ) -> PretrainedConfig:
-    """Load the model's configuration and apply overrides.
+    """Load a model's configuration, and apply overrides.
 
     Args:
         model_name: Hugging Face id or local folder.
@@ -171,8 +171,8 @@ def load_model_config(
     """
     try:
         require_regular_files(model_name)
-        # The configuration is read from the same commit as the weights. Without trust_remote_code=False, transformers
-        # would ask at a terminal whether to run code of the folder.
+        # # The configuration is read from the same commit as the weights. Without trust_remote_code=False, transformers
+        # would ask on a terminal whether to run code of the folder.
         config = AutoConfig.from_pretrained(cached_folder(model_name) or model_name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -190,7 +190,7 @@ def load_model_config(
 
 
 def reads_more_than_text(config: PretrainedConfig) -> bool:
-    """Return whether a configuration describes parts for images, sound or video next to a text model."""
+    """Return whether a configuration contains parts for images, sound or video besides a text model."""
     return config.get_text_config() is not config and len(config.sub_configs) > 1
 
 
@@ -228,7 +228,7 @@ _BY_NAME = r"(?:^|\.)(?:e_score_correction_bias|expert_bias|A_log|dt_bias|D)$"
 
 
 def stays_float32(hf: "PreTrainedModel", dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a function that returns, by a weight's name, whether it stays float32 in a model that computes in `dtype`.
+    """Return a function of a weight's name that tells whether it stays float32 in a model of `dtype`.
 
     Args:
         dtype: number format of the other weights. The function always returns False for None or float32.
@@ -242,7 +242,7 @@ def stays_float32_in_files(architecture: str | None, dtype: torch.dtype | None) 
     """Return a function like that of `stays_float32`, for the names of tensors in a model folder.
 
     Args:
-        architecture: name of the model's class in transformers; None uses only the names that all models share.
+        architecture: name of the model's class in transformers; if None, only names common to all models are used.
         dtype: number format of the other tensors.
     """
     if dtype not in _ROUNDED:
@@ -255,7 +255,7 @@ def stays_float32_in_files(architecture: str | None, dtype: torch.dtype | None) 
 
 
 def _search_for(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return a function that searches names for patterns, as transformers does (`build_glob_alternation`)."""
+    """Return a function that searches names for patterns as transformers does (`build_glob_alternation`)."""
     kept = re.compile("|".join([_BY_NAME, *(name.replace("*", ".*") for name in patterns)]))
     return lambda name: kept.search(name) is not None
 
@@ -268,6 +268,6 @@ def float32_parameters(hf: "PreTrainedModel", dtype: torch.dtype) -> dict[str, n
 
 @torch.no_grad()
 def hold_in_float32(hf: "PreTrainedModel", dtype: torch.dtype) -> None:
-    """Convert to float32, in place, the parameters that stay float32 in a model whose other weights are in `dtype`."""
+    """Convert to float32, in place, the parameters that stay float32 in a model with other weights in `dtype`."""
     for parameter in float32_parameters(hf, dtype).values():
         parameter.data = parameter.data.float()

@@ -1,9 +1,9 @@
-"""Build a small probe model with random weights, to test how a large model of the same architecture computes.
+"""Build a small probe model with random weights, to test the code of a large model's architecture.
 
-The large model may have no weights yet, or be divided among many ranks. The probe model has the same configuration,
-but only one layer of each kind, a smaller vocabulary, smaller feed-forward layers and fewer experts.
+The large model may be without weights, or divided among many ranks. The probe model has the same configuration, but
+only one layer of each kind, a smaller vocabulary, smaller feed-forward layers and fewer experts.
 
-Invariant: a forward pass treats inputs, masks and positions as the large model does; only sizes differ.
+Invariant: a forward pass treats inputs, masks and positions like the large model. Only sizes differ.
 """
 
 import logging
@@ -37,9 +37,9 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 CANNOT_BE_MADE = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError)
-"""Exceptions that classes of transformers raise if the sizes in a configuration contradict each other."""
+"""Exceptions that classes of transformers raise for contradicting sizes in a configuration."""
 _NOT_A_KIND = ("layer_idx", "layer_index", "layer_id", "layer_number", "training")
-"""Attributes of modules that differ between layers of the same kind."""
+"""Attributes of modules that may differ between layers of the same kind."""
 
 
 def small_probe_model(hf: PreTrainedModel) -> PreTrainedModel:
@@ -66,8 +66,8 @@ def small_probe_model(hf: PreTrainedModel) -> PreTrainedModel:
 def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: int = 1) -> PreTrainedModel:
     """Build a model of a class on the meta device, with the first layer of each kind.
 
-    The other layers are removed from a whole model. If the reduced configuration gives the same kinds of layers, the
-    model is built again from it, because some bodies have modules whose size depends on the number of layers.
+    The other layers are removed from a whole model. If the reduced configuration yields the same kinds of layers, the
+    model is built again from it, because some models have modules whose size depends on the number of layers.
 
     Args:
         config: configuration with all layers; it is changed in place.
@@ -96,7 +96,7 @@ def without_memory(kind: type[PreTrainedModel], config: PretrainedConfig) -> Pre
 
 
 def filled(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model on the meta device random weights, and return it in float32 on the CPU and in eval mode.
+    """Fill a model on the meta device with random weights. Return it in float32 on the CPU, in eval mode.
 
     The weights are the same in every call. Vectors get additional noise, so that biases and norms have an effect.
     """
@@ -114,7 +114,7 @@ def filled(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _overwrite_memory(model: PreTrainedModel) -> None:
-    """Give every tensor defined values, because some classes initialize only a part of theirs."""
+    """Give every tensor defined values, because some classes initialize only a part of their tensors."""
     for parameter in model.parameters():
         parameter.normal_(std=_NOISE)
     for buffer in model.buffers():
@@ -122,7 +122,7 @@ def _overwrite_memory(model: PreTrainedModel) -> None:
 
 
 def smaller(config: PretrainedConfig) -> PretrainedConfig:
-    """Reduce, in place, vocabulary, feed-forward layers and experts. Heads, groups and masks do not depend on these."""
+    """Reduce vocabulary, feed-forward layers and experts in place. Heads, groups and masks do not depend on them."""
     text: Any = config.get_text_config()
     fit_weights(text)
     if isinstance(getattr(text, "vocab_size_per_layer_input", None), int):
@@ -144,7 +144,7 @@ def smaller(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def fit_weights(text: Any) -> None:
-    """Set, in place, the size of random weights that fits the hidden size of a text configuration."""
+    """Set the standard deviation of random weights that suits the hidden size of a text configuration, in place."""
     hidden_size = getattr(text, "hidden_size", None)
     if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
         text.initializer_range = _GAIN / math.sqrt(hidden_size)
@@ -159,7 +159,7 @@ def _few_experts(text: Any) -> int:
 
 
 def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
-    """Keep only the first layer of each kind, in order, update the configuration, and return whether any is removed."""
+    """Keep only the first layer of each kind, and update the configuration. Return whether a layer was removed."""
     layers = decoder_layers(model)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     holder = next((module for module in lists if layers[0] in [*module]), None)
@@ -196,7 +196,7 @@ def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
     if getattr(values, "num_hidden_layers", None) == before:
         values.num_hidden_layers = len(kept)
     spec: Any = getattr(values, "_heterogeneity_spec", None)
-    if spec is not None:  # the configuration has fields that differ between layers
+    if spec is not None:  # some fields of the configuration differ by layer
         overrides = {place: spec.per_layer_overrides.get(index) for place, index in enumerate(kept)}
         found = {place: fields for place, fields in overrides.items() if fields is not None}
         values._heterogeneity_spec = replace(spec, per_layer_overrides=found)

@@ -1,6 +1,6 @@
 """Check within seconds, and before slow imports, that a model can be loaded.
 
-The check runs before Ray starts. Without a network, loading a model would retry for a minute and write a page of
+The check runs before Ray starts. Without a network, loading a model would repeat requests for a minute and write many
 warnings. Invariant: a folder, or a file in the hub's cache, is accepted without a request to the hub.
 """
 
@@ -16,7 +16,7 @@ from nemo_rl.config.base.paths import library_model_hint
 from nemo_rl.utils.errors import ConfigError
 
 TIMEOUT_VARIABLE = "NRL_HUB_PROBE_S"
-"""Environment variable with the time in seconds that the hub may take to answer."""
+"""Environment variable with the time limit, in seconds, for answers of the hub."""
 _TIMEOUT_S = 3.0
 
 MODEL_FILE = "config.json"
@@ -56,7 +56,7 @@ def check_reachable(key: str, name: str, file: str = MODEL_FILE) -> None:
 
 
 def _ask_hub(name: str, file: str) -> str | None:
-    """Return why a file of a repository cannot be downloaded, or None if it can."""
+    """Return the reason why a file of a repository cannot be downloaded, or None if it can."""
     seconds = float(os.environ.get(TIMEOUT_VARIABLE, _TIMEOUT_S))
     answer = [f"the hub at {constants.ENDPOINT} gave no answer in {seconds:g} s ({TIMEOUT_VARIABLE})"]
     found = threading.Event()
@@ -70,13 +70,13 @@ def _ask_hub(name: str, file: str) -> str | None:
             answer[:] = ["its repository is gated: accept its terms on the hub and run `hf auth login`"]
         except RepositoryNotFoundError:
             answer[:] = [f"the hub at {constants.ENDPOINT} has no such model, or only for who runs `hf auth login`"]
-        except Exception as error:  # the hub's HTTP library differs from version to version
+        except Exception as error:  # the hub's HTTP library depends on its version
             answer[:] = [f"the hub at {constants.ENDPOINT} could not be reached ({error})"]
         else:
             answer.clear()
         found.set()
 
-    # The timeout of a request does not cover the DNS look-up, which may hang for longer.
+    # # The timeout of a request does not include the DNS look-up, which may take longer.
     threading.Thread(target=ask, daemon=True).start()
     found.wait(seconds + 0.5)
     return answer[0] if answer else None

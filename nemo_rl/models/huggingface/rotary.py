@@ -1,8 +1,8 @@
-"""Fix rotary frequencies, so that they do not depend on the other rows of a batch.
+"""Fix rotary frequencies so that they do not depend on other rows of a batch.
 
-For long-rope and dynamic NTK scaling, transformers chooses the frequencies of a whole batch by its longest row. One row
-beyond the model's original context would change the log-probabilities of all other rows. vLLM chooses frequencies once,
-by its `max_model_len`. This module also chooses once, so that trainer and engine agree.
+For long-rope and dynamic NTK scaling, transformers chooses the frequencies of a whole batch by its longest row. A row
+longer than the model's original context would change the log-probabilities of all other rows. vLLM chooses frequencies
+once, by its `max_model_len`. This module also chooses them once, so that trainer and engine agree.
 
 Invariant: after `fix_rotary_frequencies` the frequencies depend only on the model and the configuration of the run.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def fix_rotary_frequencies(hf: PreTrainedModel, context: int) -> None:
-    """Choose the frequencies for all sequences of the run, in place. Most models have only one choice.
+    """Choose the frequencies for all sequences of the run, in place. Most models have only one possible choice.
 
     Args:
         context: largest number of tokens of a sequence in the run.
@@ -37,7 +37,7 @@ def fix_rotary_frequencies(hf: PreTrainedModel, context: int) -> None:
 
 
 def _fix(hf: PreTrainedModel, module: Any, layer_type: str | None, kind: str, context: int) -> None:
-    """Choose the frequencies of one rotary embedding, or those for one type of layers in it."""
+    """Choose the frequencies of one rotary embedding, or of one type of layers in it."""
     parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
     given = {} if layer_type is None else {"layer_type": layer_type}
     original = module.config.max_position_embeddings
@@ -70,7 +70,7 @@ def _fix(hf: PreTrainedModel, module: Any, layer_type: str | None, kind: str, co
 
 @torch.no_grad()
 def _ignores_other_rows(module: Any, context: int, given: dict[str, str]) -> bool:
-    """Return whether a short row has the same rotation alone and in a batch with a row as long as the context."""
+    """Return whether the rotation of a short row is the same alone and next to a row as long as the context."""
     short, long = torch.arange(2), torch.tensor([0, context - 1])
     x = torch.zeros(2, 2, 1)
     alone = module(x[:1], short[None], **given)

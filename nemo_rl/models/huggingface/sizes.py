@@ -1,4 +1,4 @@
-"""Sizes of a model and the number of floating-point operations of its passes, without reading weights.
+"""Count the parameters of a model and the floating-point operations of its passes, without reading weights.
 
 Numbers of parameters come from file headers or from the configuration. For operations, the model is made on torch's
 meta device, so that the shapes come from the code of the architecture itself.
@@ -8,9 +8,8 @@ addition is two operations; only matrix products count; attention counts as if i
 not count. For a sequence of T tokens and a dense model this is `6 N + 12 L H Q T` operations per trained token, with N
 weights in matrix products, L layers and H heads of dimension Q. A forward pass alone is a third of that.
 
-Invariant: weights that are in no matrix product of a token are not counted. These are an embedding that is only looked
-up, norms, biases, and experts to which the token is not sent. Of a model with image or audio towers only the decoder
-and the head are counted.
+Invariant: weights that are not in a matrix product of a token are not counted: embeddings, norms, biases, and experts
+to which the token is not sent. In a model with image or audio towers, only decoder and head are counted.
 """
 
 import json
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
-"""Cache of the shapes of parameters, by configuration; making a large model on the meta device takes a second."""
+"""Cache of parameter shapes by configuration. Making a large model on the meta device takes a second."""
 
 
 def head_size(text: Any) -> int:
@@ -43,7 +42,7 @@ def head_size(text: Any) -> int:
 
 
 def longest_context(text: Any) -> int | None:
-    """Return the largest number of tokens of a sequence that a text model accepts, or None if it is not known.
+    """Return the largest number of tokens of a sequence that a text model accepts, or None if it is unknown.
 
     The rules are those of `vllm.config.model._get_and_verify_max_len`. Limits that differ between layers give None.
     """
@@ -57,7 +56,7 @@ def longest_context(text: Any) -> int | None:
 
 
 def count_parameters(model_name: str) -> int | None:
-    """Return the number of parameters of a model folder, or of a hub model in the cache, or None if it is not known.
+    """Return the number of parameters of a model folder or of a cached hub model, or None if it is unknown.
 
     If a folder has a configuration but no weights, the parameters of the described model are counted.
     """
@@ -79,7 +78,7 @@ def count_parameters(model_name: str) -> int | None:
 
 
 def parameters_of(config: "PretrainedConfig") -> int:
-    """Return the number of parameters of the language model that a configuration describes, counting tied ones once."""
+    """Return the number of parameters of the language model in a configuration. Tied parameters are counted once."""
     return sum(map(prod, parameter_shapes(config).values()))
 
 
@@ -89,7 +88,7 @@ def expert_parameters_of(config: "PretrainedConfig") -> int:
 
 
 def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
-    """Return name and shape of the parameters of the language model that a configuration describes, tied ones once.
+    """Return names and shapes of the parameters of the language model in a configuration. Tied ones occur once.
 
     The names are those of transformers, where the experts of a layer are one parameter with an additional dimension.
     """
@@ -101,7 +100,7 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
     if key not in _SHAPES:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()  # without initialisation, weights are not tied automatically
+        model.tie_weights()  # the model was not initialised, so weights are not tied
         _SHAPES[key] = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return _SHAPES[key]
 
@@ -141,13 +140,13 @@ PEAK_BF16_TFLOPS = {
 """Peak dense TFLOP/s in bfloat16 and float16 (data sheets), by words in a device's name. The first match is used."""
 
 _PARTS_OF_GPUS = re.compile(r"\b(MIG|Laptop)\b")
-"""Words in a device's name which show that it is a part of a GPU, or a slower GPU of the same name."""
+"""Words in a device's name that mark a part of a GPU or a slower GPU of the same name."""
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
-"""Names that configurations use for the number of experts to which a token is sent."""
+"""Names in configurations for the number of experts to which a token is sent."""
 
 _WITHOUT_ATTENTION = ("linear_attention", "conv", "moe")
-"""Kinds of layers without attention, whose only matrix products are those with their weights."""
+"""Kinds of layers without attention. Their only matrix products are those with their weights."""
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -160,7 +159,7 @@ def peak_tflops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Counts that give the number of operations of a model for sequences of any length."""
+    """Counts for computing the number of a model's operations for sequences of any length."""
 
     trained: float
     """Number of trained weights by which each token is multiplied."""
@@ -171,7 +170,7 @@ class ModelFlops:
     the largest number of tokens that a token sees (None for all), and the number of such layers."""
 
     def forward(self, lengths: Mapping[int, int]) -> float:
-        """Return the number of operations of a forward pass over unpadded sequences, given their number by length."""
+        """Return the number of operations of a forward pass over unpadded sequences, given as counts by length."""
         products = 2.0 * (self.trained + self.frozen) * _tokens(lengths)
         for width, window, layers in self.attention:
             pairs = sum(float(length) * min(length, window or length) * count for length, count in lengths.items())
@@ -179,9 +178,9 @@ class ModelFlops:
         return products
 
     def training(self, lengths: Mapping[int, int]) -> float:
-        """Return the number of operations of forward and backward pass, without gradients of frozen weights.
+        """Return the number of operations of forward and backward pass. Gradients of frozen weights are not counted.
 
-        The gradient of the first layer's input is counted even if the model is frozen and the gradient is not needed.
+        The gradient of the first layer's input is counted even if a frozen model does not need it.
         """
         return 3.0 * self.forward(lengths) - 2.0 * self.frozen * _tokens(lengths)
 
@@ -202,7 +201,7 @@ def model_flops(
     Args:
         scores: whether the model has a scalar head instead of one for the vocabulary.
         adapters: rank of low-rank adapters on a frozen model; 0 without adapters.
-        adapted: selects the layers with adapters from the names of all linear layers without the head.
+        adapted: function that selects the layers with adapters from the names of all linear layers except the head.
 
     Raises:
         ValueError, KeyError: transformers has no causal language model for the configuration, or it has layers that
@@ -234,9 +233,9 @@ def _active_experts(text: Any) -> int | None:
 
 
 def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[float]:
-    """Yield the number of elements of each matrix by which a token is multiplied. Only active experts are counted.
+    """Yield the number of elements of each matrix by which a token is multiplied. Only active experts are included.
 
-    Embeddings are skipped, so a weight that the head shares with the embedding is counted once.
+    Embeddings are skipped, so a weight that head and embedding share is counted once.
     """
     for module in modules:
         if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d):
@@ -248,8 +247,8 @@ def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[fl
             if parameter.dim() == 3:
                 if active is None:
                     raise ValueError(
-                        f"the weight {name} of {type(module).__name__} is of experts, and the "
-                        f"configuration does not say how many of them a token has ({', '.join(_ACTIVE_EXPERTS)})"
+                        f"the weight {name} of {type(module).__name__} is of experts, and the configuration does "
+                        f"not say how many of them a token has ({', '.join(_ACTIVE_EXPERTS)})"
                     )
                 share = min(1.0, active / parameter.shape[0])
             yield parameter.numel() * share

@@ -1,7 +1,7 @@
-"""Find and download the safetensors files of a model, read their tensors in parts, and write such files.
+"""Find, download, read and write the safetensors files of models.
 
-Invariant: only the requested parts of tensors are read, when they are requested. Files are mapped, so they count as
-page cache and not as memory of the process.
+Invariant: only requested parts of tensors are read, at the time of the request. Files are memory-mapped, so they use
+the page cache and not the process's memory.
 """
 
 import json
@@ -43,22 +43,21 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALIGNMENT = 8
 _DESCRIBING_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Patterns of the files with configuration and tokenizer of a model on the hub."""
+"""Patterns of the files of a hub model with its configuration and tokenizer."""
 _SUBFOLDERS = ("*/*",)
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 MAX_FILE_BYTES = 5 * 1024**3
-"""Largest size of the tensors in one file of a model folder, unless a single tensor is larger."""
+"""Largest total size of the tensors in a file of a model folder. A larger tensor is in a file of its own."""
 
 
 class TensorFiles:
-    """Reads the tensors of several files, by name.
+    """Read the tensors of several files by name.
 
     Args:
         files: safetensors files. If several files have a tensor of the same name, the last file is used.
         file_of: the file of each tensor, from an index (`indexed_files`). A file is then opened only when one of its
-            tensors is requested, which is a smaller load for a shared disk with thousands of ranks. None opens all
-            files.
+            tensors is requested, which reduces the load of a shared disk. If None, all files are opened.
 
     Raises:
         CheckpointError: a file is damaged. If files are opened later, methods raise this error.
@@ -66,7 +65,7 @@ class TensorFiles:
 
     def __init__(self, files: Iterable[Path], file_of: Mapping[str, Path] | None = None) -> None:
         self.file_of: dict[str, Path] = dict(file_of or {})
-        """The file that holds each tensor."""
+        """The file of each tensor."""
         self._slices: dict[str, Any] = {}
         if file_of is None:
             for file in files:
@@ -100,7 +99,7 @@ class TensorFiles:
         return torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()], device="meta")
 
     def read(self, name: str, block: TensorBlock | None = None) -> Tensor:
-        """Read a tensor, or a block of it, to the CPU. The block must not be empty."""
+        """Read a tensor, or a non-empty block of it, to the CPU."""
         return self._slice(name)[block.slices if block is not None and block.shape else ...]
 
     def equal(self, name: str, other: str, rows: int = 1024) -> bool:
@@ -117,7 +116,7 @@ class TensorFiles:
 
 
 def _slices_in(file: Path) -> dict[str, Any]:
-    """Open a file and return its tensors by name. Their values are read later."""
+    """Open a file, and return its tensors by name. Values are read later."""
     try:
         require_regular(file)
         opened = safe_open(file, framework="pt")
@@ -129,7 +128,7 @@ def _slices_in(file: Path) -> dict[str, Any]:
 
 
 def indexed_files(folder: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor from the index of a model folder, or None if its weights are in one file."""
+    """Return the file of each tensor from a model folder's index, or None if the weights are in one file."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).exists() or not index.exists():
         return None
@@ -139,8 +138,8 @@ def indexed_files(folder: Path) -> dict[str, Path] | None:
 def model_folder(model_name: str) -> Path:
     """Return the folder of a model's files. A hub id is downloaded if it is not in the cache.
 
-    Only those weight files are downloaded that `weight_files` returns. No request is sent to the hub for a model that
-    is in the cache. If several processes share a cache, only one of them sends requests.
+    Only the weight files that `weight_files` returns are downloaded. No request is sent to the hub for a cached model.
+    If several processes share a cache, only one of them sends requests.
 
     Raises:
         DownloadError: the files cannot be downloaded.
@@ -152,20 +151,20 @@ def model_folder(model_name: str) -> Path:
     if cached is not None:
         return cached
     with one_download(model_name):
-        cached = cached_folder(model_name)  # another process may have downloaded it meanwhile
+        cached = cached_folder(model_name)  # another process may have downloaded it since
         if cached is not None:
             return cached
         folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
         names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
-        # The name of the folder is that of the commit, and the weights must be of the same commit.
+        # # The folder has the name of the commit, and the weights must be from the same commit.
         return download(model_name, sorted(names), revision=folder.name)
 
 
 def cached_folder(hub_id: str) -> Path | None:
-    """Return the cache folder of a hub model, or None if configuration, tokenizer or weights are not in the cache."""
+    """Return the cache folder of a hub model, or None if configuration, tokenizer or weights are not cached."""
     try:
         found = [try_to_load_from_cache(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME)]
-    except HFValidationError:  # the name is no hub id but a path
+    except HFValidationError:  # the name is a path
         return None
     if not all(isinstance(file, str) for file in found):
         return None
@@ -197,7 +196,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> set[str]:
-    """Return the names of the files in an index. The set is empty if there is no index."""
+    """Return the names of the files in an index, or an empty set without an index."""
     return set(_weight_map(index).values()) if index.exists() else set()
 
 
@@ -286,7 +285,7 @@ logger = logging.getLogger(__name__)
 
 
 def download_models(names: Iterable[str]) -> None:
-    """Download models from the hub into this machine's cache, if the run uses this machine only.
+    """Download models from the hub into this machine's cache, if the run uses only this machine.
 
     In a joined cluster, the ranks download the files that they need, because they may run on other machines.
 

@@ -1,1 +1,1 @@
-"""The Megatron Core training backend, the only package that imports megatron. Only processes of ranks import it."""
+"""Implement the Megatron Core training backend. Only this package imports megatron, and only ranks import it."""

@@ -1,9 +1,9 @@
-"""The Megatron Core training backend on one rank, which combines the modules of this package.
+"""Implement one rank of the Megatron Core training backend from the modules of this package.
 
 `MegatronBackend` implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray
-actor, and tests build it in plain processes. The process group must exist before. A process can hold one backend.
+actor, and tests build it in plain processes. The process group must already exist. A process can have one backend.
 
-Invariant: code other than a forward pass reads weights only after all gathering of weights has finished. For 16-bit
+Invariant: code outside of forward passes reads weights only after the gathering of weights has finished. For 16-bit
 weights the optimizer keeps float32 copies. With LoRA (`policy.megatron_cfg.peft`) the frozen base is the reference
 model, and exported weights are merged with the adapters (`lora`).
 """
@@ -41,11 +41,11 @@ from nemo_rl.weight_sync.parts import HeldWeights, ReadableWeights
 
 
 class MegatronBackend(TorchBackend):
-    """The `PolicyBackend` of Megatron Core (see the module docstring).
+    """The `PolicyBackend` of Megatron Core.
 
     Args:
         layout: sizes of the mesh axes.
-        init_optimizer: make optimizer and schedule (a frozen scorer needs none).
+        init_optimizer: make optimizer and schedule (a frozen model needs none).
         init_reference_model: keep a copy of the initial weights in host memory (with LoRA, use the frozen base).
         seed: run seed, for dropout and for the initial values of adapters or of a scalar head.
     """
@@ -65,7 +65,7 @@ class MegatronBackend(TorchBackend):
         require_megatron_core()
         with start_phase("groups of ranks"):
             groups = start_model_parallel(layout, section, device, seed)
-        # These imports come late, because without CUDA `start_model_parallel` must have prepared Megatron Core.
+        # # These imports are late, because without CUDA `start_model_parallel` must first prepare Megatron Core.
         from nemo_rl.models.megatron import lora
         from nemo_rl.models.megatron import optimizer as optim
         from nemo_rl.models.megatron.model.mtp import MTPLoss
@@ -115,10 +115,10 @@ class MegatronBackend(TorchBackend):
         self._schedule = Schedule(self.chunks, scoring, self._division, watch, self._replay)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`. An update must follow each training pass before the next training pass.
+        """Run microbatches. An update must follow each training pass before the next training pass.
 
-        The gradients in the buffers are summed over ranks at the end of a pass, so a second pass would sum those of the
-        first pass again.
+        The end of a pass sums the gradients in the buffers over ranks, so a second pass would sum those of the first
+        pass again.
         """
         assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
         self._has_gradients |= backward
@@ -128,7 +128,7 @@ class MegatronBackend(TorchBackend):
 
     @contextmanager
     def _watching(self, inputs: RankInputs) -> Iterator[None]:
-        """Run a block of a training pass in which the routing is recorded and the draft model learns, if configured."""
+        """Record the routing and train the draft model, if configured, during a training pass in the block."""
         with ExitStack() as stack:
             if self._load is not None:
                 stack.enter_context(self._load.watching(inputs))
@@ -139,14 +139,14 @@ class MegatronBackend(TorchBackend):
             yield
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`. The metrics cover experts, replay, draft model and MTP layers."""
+        """Return the metrics of experts, replay, draft model and MTP layers for an update."""
         load = {} if self._load is None else self._load.end_update()
         draft = {} if self._draft is None else self._draft.end_passes()
         mtp = {} if self._mtp is None else self._mtp.end_update()
         return load | draft | mtp | ({} if self._replay is None else self._replay.counts.end_update())
 
     def clip_and_step(self) -> tuple[float, bool]:
-        """See `PolicyBackend.clip_and_step`. The update is dropped if the gradient is not finite."""
+        """Update the weights unless the clipped gradient is not finite (`PolicyBackend.clip_and_step`)."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
         self._has_gradients = False
         if self._memory_level > 1:
@@ -163,7 +163,7 @@ class MegatronBackend(TorchBackend):
         return norm, stepped
 
     def weights_here(self) -> dict[str, Tensor]:
-        """See `PolicyBackend.weights_here`. The names are those of Megatron Core, in the order of the chunks."""
+        """Return this rank's weights by Megatron Core's names, in the order of the chunks."""
         from nemo_rl.models.megatron.model.build import unwrap
 
         self._optim.complete_weights(self.chunks)
@@ -175,7 +175,7 @@ class MegatronBackend(TorchBackend):
             self.scheduler.step(increment=1)
 
     def learning_rate(self) -> float:
-        """See `PolicyBackend.learning_rate`. The rate is 0 without an optimizer."""
+        """Return the current learning rate, or 0 without an optimizer."""
         return self._optim.learning_rate(self.optimizer) if self.optimizer is not None else 0.0
 
     @override
@@ -225,7 +225,7 @@ class MegatronBackend(TorchBackend):
         return tensor.detach().to("cpu", copy=True)
 
     def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
-        """See `TorchBackend.prepared`. With LoRA the adapters are also written in the format of PEFT."""
+        """Yield the writes of a checkpoint. Adapters are also written in the format of PEFT."""
         from nemo_rl.models.megatron.checkpoints.run_state import prepared
         from nemo_rl.models.megatron.lora import save_adapter
 
@@ -249,7 +249,7 @@ class MegatronBackend(TorchBackend):
             load_draft(self._draft.head, self._draft.optimizer, paths)
 
     def decoder_layers(self) -> dict[str, nn.Module]:
-        """See `PolicyBackend.decoder_layers`.
+        """Return this stage's decoder layers by name (`PolicyBackend.decoder_layers`).
 
         Raises:
             ConfigError: the stages are interleaved. Their layers also run for microbatches that only fill a group.
@@ -275,7 +275,7 @@ class MegatronBackend(TorchBackend):
         return row.cpu()
 
     def move_optimizer_state(self, to_host: bool) -> None:
-        """See `PolicyBackend.move_optimizer_state`. It frees gradient buffers while the state is on the host."""
+        """Move the optimizer state. Gradient buffers are freed while the state is on the host."""
         if self._takes_turns and self.optimizer is not None and to_host != self._state_rests:
             for chunk in self.chunks:
                 if to_host:
@@ -308,7 +308,7 @@ class MegatronBackend(TorchBackend):
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:
     """Load the model's configuration, which for a reward model is a sequence classifier with one label."""
-    model_folder(config.model_name)  # before the next line, so that only one rank of a machine asks the hub for files
+    model_folder(config.model_name)  # first, so that one rank per machine contacts the hub
     hf_config = load_model_config(config.model_name, config.hf_config_overrides)
     if config.reward_model_cfg.enabled:
         classes: Any = AutoModelForSequenceClassification._model_mapping
@@ -320,7 +320,7 @@ def _model_config(config: PolicyConfig) -> PretrainedConfig:
 def _loaded_chunks(
     hf_config: PretrainedConfig, config: PolicyConfig, precision: torch.dtype, device: torch.device, seed: int
 ) -> list[Any]:
-    """Build this rank's virtual stages and load their weights from Hugging Face files, in a collective call."""
+    """Build this rank's virtual stages, and load their weights from Hugging Face files. The call is collective."""
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
     from nemo_rl.models.megatron.model.build import build_chunks, require_packed_attention, uses_transformer_engine
     from nemo_rl.models.megatron.schedule import prepare

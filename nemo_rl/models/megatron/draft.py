@@ -23,7 +23,7 @@ from nemo_rl.models.megatron.parallel import ParallelGroups
 def draft_trainer(
     config: PolicyConfig, chunks: Sequence[Any], groups: ParallelGroups, device: torch.device, seed: int
 ) -> DraftTrainer:
-    """Build the draft model, its optimizer, and its hooks on the policy, in a collective call.
+    """Build the draft model, its optimizer, and its hooks on the policy. The call is collective.
 
     Args:
         config: the policy section; the model has no pipeline stages.
@@ -53,7 +53,7 @@ def draft_trainer(
 
 
 def draft_rows(inputs: RankInputs) -> DraftRows:
-    """Return the positions, scored tokens and sequence boundaries of a microbatch, as the draft model needs them."""
+    """Return the draft model's inputs for a microbatch: positions, scored tokens and sequence boundaries."""
     positions_bt = inputs.arguments["position_ids"]
     rows, width = positions_bt.shape
     places_k = inputs.positions_k % rows * width + inputs.positions_k // rows
@@ -64,7 +64,7 @@ def draft_rows(inputs: RankInputs) -> DraftRows:
 
 
 def _optimizer(draft: DraftModel, wanted: MegatronOptimizerConfig) -> Optimizer:
-    """Build the optimizer with the settings of `policy.megatron_cfg.optimizer`. Vectors get no weight decay."""
+    """Build the optimizer with the settings of `policy.megatron_cfg.optimizer`. Vectors have no weight decay."""
     matrices = [parameter for parameter in draft.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in draft.parameters() if parameter.dim() < 2]
     groups = [

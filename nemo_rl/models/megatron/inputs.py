@@ -1,8 +1,8 @@
-"""Convert a microbatch to this rank's inputs of Megatron Core's GPTModel, and locate its scored tokens.
+"""Convert a microbatch to this rank's inputs for Megatron Core's GPTModel, and find its scored tokens.
 
-Rows are padded (`[b, T]` under causal attention without a mask tensor), or concatenated to a packed row (`thd`).
-Context-parallel ranks cut every sequence into `2 cp` equal chunks, and rank r has chunk r and chunk `2 cp - 1 - r`. So
-every sequence is padded at its end to a multiple of `2 cp` tokens. No earlier token attends to the padding.
+Rows are padded (`[b, T]` with causal attention and no mask tensor) or concatenated to a packed row (`thd`).
+Context-parallel ranks cut every sequence into `2 cp` equal chunks, and rank r has chunk r and chunk `2 cp - 1 - r`.
+Therefore every sequence is padded at its end to a multiple of `2 cp` tokens. No earlier token attends to the padding.
 
 Invariant: each of the K scored tokens is on exactly one context-parallel rank.
 Legend: `T` tokens of a row, `t` tokens of a row on this rank, `k` scored tokens on this rank.
@@ -39,12 +39,12 @@ class TokenDivision:
 
     @property
     def of_sequence(self) -> int:
-        """Number of tokens of which the length of every sequence must be a multiple."""
+        """Number by which the length of every sequence must be divisible."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def of_row(self) -> int:
-        """Number of tokens of which the length of every row must be a multiple."""
+        """Number by which the length of every row must be divisible."""
         return math.lcm(self.of_sequence, self.cp * self.sp)
 
 
@@ -53,7 +53,7 @@ class FurtherTokens:
     """The tokens that one multi-token-prediction layer predicts."""
 
     positions_n: Tensor
-    """Indices in the flattened hidden states `[t, b]` from which the layer predicts."""
+    """Indices in the flattened hidden states `[t, b]` from which the layer makes predictions."""
     targets_n: Tensor
     """Ids of the tokens to predict, int64."""
 
@@ -67,28 +67,28 @@ class RankInputs:
     positions_k: Tensor
     """Indices of the scored tokens in the flattened hidden states `[t, b]`."""
     targets_k: Tensor
-    """The rows of `ModelInputs.targets_K` for the scored tokens of this rank."""
+    """The entries of `ModelInputs.targets_K` for this rank's scored tokens."""
     places_k: Tensor
     """Indices of this rank's scored tokens among the microbatch's K scores."""
     num_scores: int
-    """Number K of scores of the whole microbatch."""
+    """Number K of scored tokens of the whole microbatch."""
     real_tokens: Tensor
     """`[b, t]` bool, False on padding."""
     unfiltered: bool = False
-    """See `ModelInputs`."""
+    """Whether to score without top-k and top-p, as in `ModelInputs`."""
     top_k: TopK | None = None
-    """See `ModelInputs`."""
+    """Selection of the largest logits, as in `ModelInputs`."""
     routed_experts: Tensor | None = None
-    """`[b, t, L, k]` recorded experts of this rank's tokens; see `ModelInputs`."""
+    """`[b, t, L, k]` recorded experts of this rank's tokens (`ModelInputs`)."""
     further: tuple[FurtherTokens, ...] = ()
     """The tokens of each multi-token-prediction layer."""
 
     def between_layers(self, division: TokenDivision) -> Tensor:
-        """Return `real_tokens` of the tokens `[b, t / sp]` that this rank holds between layers."""
+        """Return `real_tokens` for the tokens `[b, t / sp]` of this rank between layers."""
         return self.real_tokens.chunk(division.sp, dim=1)[division.sp_rank]
 
     def experts_between_layers(self, division: TokenDivision) -> Tensor | None:
-        """Return `routed_experts` `[b, t / sp, L, k]` of the tokens that this rank holds between layers, or None."""
+        """Return `routed_experts` `[b, t / sp, L, k]` for the tokens of this rank between layers, or None."""
         experts = self.routed_experts
         return None if experts is None else experts.chunk(division.sp, dim=1)[division.sp_rank]
 
@@ -105,7 +105,7 @@ def rank_inputs(inputs: ModelInputs, division: TokenDivision, num_further: int =
     tokens = inputs.model_inputs["input_ids"]
     rows, width = tokens.shape
     device, send = tokens.device, partial(to_device, device=tokens.device)
-    scored_K = inputs.positions_K.cpu()  # indices are computed on the host, because most steps would wait for a GPU
+    scored_K = inputs.positions_K.cpu()  # computing indices on a GPU would mostly wait
     old = [0, width] if bounds is None else bounds.tolist()
     new = _padded_bounds(old, division)
     source_T, own_t = _source_tokens(old, new), _own_tokens(new, division)
@@ -142,7 +142,7 @@ def rank_inputs(inputs: ModelInputs, division: TokenDivision, num_further: int =
 
 
 def without_scores(inputs: RankInputs) -> RankInputs:
-    """Return inputs with the same tokens, of which none is scored."""
+    """Return inputs with the same tokens and without scored tokens."""
     none = {name: getattr(inputs, name)[:0] for name in ("positions_k", "targets_k", "places_k")}
     further = tuple(FurtherTokens(each.positions_n[:0], each.targets_n[:0]) for each in inputs.further)
     return replace(inputs, **none, num_scores=0, unfiltered=False, top_k=None, further=further)
@@ -155,7 +155,7 @@ def row_order(num_tokens: int, division: TokenDivision) -> Tensor:
 
 
 def _padded_bounds(bounds: Sequence[int], division: TokenDivision) -> list[int]:
-    """Return the bounds of the padded sequences. A last sequence may be added to fill the row."""
+    """Return the bounds of the padded sequences. One more sequence may be added to fill the row."""
     padded = [0]
     for start, stop in pairwise(bounds):
         padded.append(padded[-1] + round_up(stop - start, division.of_sequence))
@@ -167,7 +167,7 @@ def _padded_bounds(bounds: Sequence[int], division: TokenDivision) -> list[int]:
 
 
 def _source_tokens(old: Sequence[int], new: Sequence[int]) -> Tensor:
-    """Return `[T]` int64: for each token of the new row its index in the old row, or -1 for padding."""
+    """Return `[T]` int64: the index in the old row of each token of the new row, or -1 for padding."""
     source = torch.full((new[-1],), -1, dtype=torch.int64)
     for (start, stop), begin in zip(pairwise(old), new, strict=False):
         source[begin : begin + stop - start] = torch.arange(start, stop)
@@ -175,7 +175,7 @@ def _source_tokens(old: Sequence[int], new: Sequence[int]) -> Tensor:
 
 
 def _own_tokens(bounds: Sequence[int], division: TokenDivision) -> Tensor:
-    """Return `[t]` int64: the index in the row of each of this rank's tokens, in the rank's order."""
+    """Return `[t]` int64: the index in the row of each token of this rank, in the rank's order."""
     if division.cp == 1:
         return torch.arange(bounds[-1])
     mine = (division.cp_rank, 2 * division.cp - 1 - division.cp_rank)
@@ -194,13 +194,13 @@ def _moved(rows: Tensor, source_t: Tensor, padding: int = 0) -> Tensor:
 
 
 def _starts(bounds: Sequence[int]) -> Tensor:
-    """Return `[T]`: for each token, the index of the first token of its sequence."""
+    """Return `[T]`: the index of the first token of each token's sequence."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(bounds)])
     return torch.repeat_interleave(torch.tensor(bounds[:-1]), lengths)
 
 
 def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices into flattened `[t, b]` of this rank's scored tokens, and their indices among the K scores."""
+    """Return the indices of this rank's scored tokens in flattened `[t, b]` and among the K scores."""
     place_of = torch.full((width,), -1, dtype=torch.int64)
     source_t = source_T[own_t]
     held = source_t >= 0
@@ -211,7 +211,7 @@ def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t:
 
 
 def _further(positions_K: Tensor, width: int, bounds: Sequence[int], depth: int) -> Tensor:
-    """Return the positions `depth` tokens before the scored positions, in the same sequence."""
+    """Return the positions `depth` tokens before the scored positions, within the same sequence."""
     before_K = positions_K % width - _starts(bounds)[positions_K % width]
     return positions_K[before_K >= depth] - depth
 

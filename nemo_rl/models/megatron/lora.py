@@ -1,9 +1,9 @@
-"""LoRA in the Megatron backend: low-rank adapters on Megatron Core's linear layers, and their files.
+"""Add LoRA adapters to Megatron Core's linear layers, and read and write their files.
 
 An adapted layer computes `y = x W^T + (alpha / dim) x A^T B^T`, with tensor, sequence, pipeline and context
-parallelism. If ranks divide the rows of W, they divide the rows of B too, and each has the whole A. If ranks divide the
-columns of W, they divide the columns of A too, and each has the whole B. For an undivided layer each rank has both
-whole. Only the activations between A and B, of width `dim`, are communicated:
+parallelism. If ranks divide the rows of W, they also divide the rows of B, and each rank has the whole A. If ranks
+divide the columns of W, they also divide the columns of A, and each rank has the whole B. For an undivided layer, each
+rank has the whole A and B. Only the activations between A and B, of width `dim`, are communicated:
 
     rows divided       x [s, b, in] A^T, gathered along the sequence (or with summed gradient), then own rows of B
     columns divided    own columns of x and A, summed, or summed and scattered along the sequence, then B
@@ -14,8 +14,8 @@ ranks, as it does for norms. In all other cases each rank has the whole gradient
 
 A checkpoint holds base weights and adapters among its tensors, from which a run resumes. It also holds a copy of the
 adapter in `adapter/`, in the format of the PEFT library and under Hugging Face names. A layer of Megatron Core may
-combine several hub layers (query, key and value, or gate and up). These share the layer's A, and each has its own rows
-of B.
+combine several hub layers (query, key and value, or gate and up). The hub layers share the layer's A, and each has its
+own rows of B.
 
 Invariant: base weights never change. Values do not depend on the mesh. Code outside of this package sees merged
 weights. Base plus `adapter/` is the merged model.
@@ -87,26 +87,26 @@ class Adapter:
     name: str
     """Name of the layer in the whole model."""
     divided: Literal["rows", "columns"] | None
-    """The dimension of the layer's weight that tensor-parallel ranks divide: its rows (called column-parallel in
-    Megatron Core, which transposes), its columns, or None."""
+    """The dimension of the layer's weight that tensor-parallel ranks divide: its rows (Megatron Core transposes weights
+    and calls this column-parallel), its columns, or None."""
     group: dist.ProcessGroup
     """The tensor-parallel ranks."""
     sequence_parallel: bool
     """Whether the tensor-parallel ranks have different tokens outside of divided layers."""
     gated: bool
-    """Whether the layer's rows are those of gate, followed by those of up."""
+    """Whether the layer's rows are those of gate followed by those of up."""
     scaling: float
     """Factor of the adapter's output, `alpha / dim`."""
     dropout: float
     """Dropout probability in training."""
     dropout_position: str
-    """Place of the dropout: on the input (`pre`) or on the output (`post`)."""
+    """Location of the dropout: on the input (`pre`) or on the output (`post`)."""
     active: bool = True
     """Whether the layer adds the adapter's output."""
 
     @property
     def dims(self) -> dict[str, int]:
-        """Dimension along which ranks divide a parameter of the adapter, by name, for divided parameters only."""
+        """Return the dimension along which ranks divide each divided parameter of the adapter, by name."""
         return {"rows": {"lora_B": 0}, "columns": {"lora_A": 1}}.get(self.divided or "", {})
 
     def update(self, x: Tensor, a: Tensor, b: Tensor, training: bool) -> Tensor:
@@ -135,7 +135,7 @@ class Adapter:
         return self.scaling * update
 
     def _dropped(self, x: Tensor, training: bool, *, differs: bool) -> Tensor:
-        """Apply dropout. If `differs` (tensor-parallel ranks hold different values), each rank draws its own mask."""
+        """Apply dropout. If `differs` (tensor-parallel ranks have different values), each rank draws its own mask."""
         if self.dropout == 0.0 or not training:
             return x
         if not differs:
@@ -146,7 +146,7 @@ class Adapter:
 
 @cache
 def _adapted(linear: Any) -> type[nn.Module]:
-    """Return a subclass of a linear layer that has an adapter. `_adapt` sets it as the class of a layer."""
+    """Return a subclass of a linear layer with an adapter. `_adapt` changes the class of a layer to it."""
     if (parts := getattr(linear, "output_norm", None)) is not None:
         inner: Any = _adapted(parts[0])
         return with_output_norm(inner, parts[1])
@@ -185,7 +185,7 @@ def _adapted(linear: Any) -> type[nn.Module]:
 def apply_lora(
     chunks: Sequence[nn.Module], hf_config: PretrainedConfig, config: MegatronPeftConfig, seed: int
 ) -> list[str]:
-    """Freeze the chunks and put adapters on their linear layers in place. Call this before `optimizer.with_gradients`.
+    """Freeze the chunks, and add adapters to their linear layers in place, before `optimizer.with_gradients`.
 
     Args:
         chunks: the rank's virtual stages, unwrapped.
@@ -209,7 +209,7 @@ def apply_lora(
             if name in names:
                 _adapt(module, name, model.config, config, seed)
         if model.pre_process:
-            # The embedding is frozen, so its output needs a gradient before recomputed layers can have gradients.
+            # # The embedding is frozen, but recomputed layers have gradients only if its output requires a gradient.
             model.embedding.register_forward_hook(_with_gradient)
     has_experts = any(rule.expert is not None for rule in rules.by_parameter.values())
     logger.info(
@@ -221,23 +221,23 @@ def apply_lora(
 
 
 def linear_layers(rules: Rules) -> list[str]:
-    """Return the names of the whole model's linear layers that can have adapters, in model order."""
+    """Return the names of the whole model's linear layers that support adapters, in model order."""
     weights = [rule.parameter for rule in rules.by_parameter.values() if rule.expert is None]
     names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
     return [name for name in names if name.rpartition(".")[2].startswith("linear_")]
 
 
 def adapted_modules(chunks: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return this rank's adapted layers by their names in the whole model. The dict is empty without LoRA."""
+    """Return this rank's adapted layers by name in the whole model, or an empty dict without LoRA."""
     modules = (module for chunk in chunks for module in unwrap(chunk).modules())
     return {module.adapter.name: module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)}
 
 
 def check_adapters_moved(chunks: Sequence[nn.Module]) -> None:
-    """Check after an update that every adapter changes its layer, in a collective call.
+    """Check after an update that every adapter changes its layer. The call is collective.
 
     Raises:
-        ConfigError: see `low_rank.require_moved`.
+        ConfigError: raised by `low_rank.require_moved`.
     """
     mine = {name: int(module.lora_B.count_nonzero()) for name, module in adapted_modules(chunks).items()}
     found: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
@@ -247,18 +247,18 @@ def check_adapters_moved(chunks: Sequence[nn.Module]) -> None:
 
 
 class MergedWeights:
-    """Callable that maps a parameter to its exported weight, with the adapter merged if the layer has one.
+    """Callable that returns a parameter's exported weight, with the layer's adapter merged if there is one.
 
     Args:
         chunks: the rank's virtual stages.
-        dtype: dtype in which weights are exported; None means the dtype of each parameter.
+        dtype: dtype in which weights are exported; if None, the dtype of each parameter.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
         self._adapted = {id(module.weight): module for module in adapted_modules(chunks).values()}
         self._dtype = dtype
         self.differ = False
-        """Whether any merged weight so far differs from its base weight, after both are rounded to `dtype`."""
+        """Whether any merged weight so far differs from its base weight after both are rounded to `dtype`."""
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """Return this rank's shard of a parameter, or a new tensor `W + (alpha / dim) B A` if the layer is adapted."""
@@ -274,7 +274,7 @@ class MergedWeights:
 
 
 def _adapt(module: nn.Module, name: str, options: TransformerConfig, config: MegatronPeftConfig, seed: int) -> None:
-    """Put an adapter on a layer."""
+    """Add an adapter to a layer."""
     layer: Any = module
     group = Groups.current().tensor
     divided: Literal["rows", "columns"] | None = None
@@ -319,7 +319,7 @@ def save_adapter(
     weights_path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare to write the adapter. All ranks take part, and rank 0 writes.
+    """Prepare to write the adapter. All ranks must call this, and rank 0 writes.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
@@ -340,7 +340,7 @@ def save_adapter(
 
 
 def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
-    """Refuse a checkpoint if it uses LoRA and the configuration does not, or the reverse, or if dim or alpha differ.
+    """Refuse a checkpoint if only the checkpoint or only the configuration uses LoRA, or if dim or alpha differ.
 
     Raises:
         CheckpointError: the checkpoint is refused; the message names the keys to set.
@@ -365,13 +365,13 @@ def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
 
 
 def _hub_layers(rule: Rule) -> list[str]:
-    """Return the names of the hub layers that make up a layer of Megatron Core."""
+    """Return the names of the hub layers that a layer of Megatron Core combines."""
     return [part.name.removesuffix(".weight") for part in rule.parts]
 
 
 @torch.no_grad()
 def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str]) -> dict[str, Tensor]:
-    """Gather each hub layer's `<layer>.lora_A` and `<layer>.lora_B` to the CPU, in a collective call."""
+    """Gather `<layer>.lora_A` and `<layer>.lora_B` of each hub layer to the CPU. The call is collective."""
     modules = adapted_modules(chunks)
     held: dict[str, Tensor] = {}
     for name, module in modules.items():

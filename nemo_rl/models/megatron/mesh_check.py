@@ -1,13 +1,13 @@
-"""Check before Ray starts that Megatron Core can train on a mesh, and predict the memory of each of its ranks.
+"""Check before Ray starts that Megatron Core can train on a mesh, and predict the memory of its ranks.
 
 `check_mesh` needs only the model's configuration. Invariant: all findings are reported together, with the arithmetic
 and the nearest valid choice.
 
-`MeshPlace` predicts the memory of a rank, as `dtensor.mesh_check` does for FSDP; the invariant of
-`models.capacity.memory` holds here too. Data-parallel ranks of Megatron Core do not shard weights and gradient buffers,
-but only the optimizer's float32 state (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Activations are those of
-plain PyTorch layers, divided as in Korthikanti et al. 2022 (arXiv:2205.05198). Transformer Engine's fused layers keep
-fewer of them. The module does not import megatron.
+`MeshPlace` predicts the memory of a rank, as `dtensor.mesh_check` does for FSDP, with the invariant of
+`models.capacity.memory`. Data-parallel ranks of Megatron Core do not shard weights and gradient buffers, but only the
+optimizer's float32 state (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Activations are those of plain PyTorch
+layers, divided as in Korthikanti et al. 2022 (arXiv:2205.05198). Transformer Engine's fused layers keep fewer of them.
+The module does not import megatron.
 """
 
 from collections.abc import Iterator
@@ -29,12 +29,12 @@ _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeli
 def check_mesh(
     policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy"
 ) -> Findings:
-    """Yield the reasons why Megatron Core cannot train a model, or run it for inference, on a mesh.
+    """Yield the reasons why Megatron Core cannot train or run a model on a mesh.
 
     Args:
         layout: axis sizes, from the section and the number of ranks.
         model: the model's configuration.
-        section: name of the section, for messages; only `policy` is trained.
+        section: name of the section, for messages. Only `policy` is trained.
     """
     mesh = Mesh(f"{section}.megatron_cfg", policy, layout, model.get_text_config())
     asked = policy.megatron_cfg
@@ -56,7 +56,7 @@ def check_mesh(
 
 
 def _check_sequence_parallel(mesh: Mesh, asked: MegatronConfig, *, trains: bool) -> Findings:
-    """Check that sequence parallelism is on only with tensor parallelism, and is on if tensor parallelism needs it."""
+    """Check that sequence parallelism is only on with tensor parallelism, and is on where that needs it."""
     if asked.sequence_parallel and mesh.layout.tp == 1:
         yield (
             f"{mesh.keys}.sequence_parallel=true divides sequences among the ranks of {mesh.name('tp')}. Set it to "
@@ -89,7 +89,7 @@ def _check_expert_parts(mesh: Mesh) -> Findings:
 
 
 def _check_dispatcher(mesh: Mesh, asked: MegatronConfig) -> Findings:
-    """Check that the allgather dispatcher gathers equal numbers of tokens from all ranks and in all microbatches."""
+    """Check that the allgather dispatcher gathers equally many tokens from all ranks in all microbatches."""
     if mesh.experts is None or asked.moe_token_dispatcher_type != "allgather":
         return
     given, with_same_rows = f"{mesh.keys}.moe_token_dispatcher_type=allgather", mesh.layout.tp * mesh.layout.cp
@@ -129,7 +129,7 @@ def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _fits(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> bool:
-    """Return whether the layers, without `ends` (the first and the last stage's layers), divide into equal chunks."""
+    """Return whether the layers without those of the first and last stage (`ends`) divide into equal chunks."""
     if stages == 1:
         return not ends and chunks == 1
     rest, others = layers - sum(ends.values()), stages - len(ends)
@@ -153,9 +153,9 @@ def _arithmetic(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> 
 
 
 def _last_stages(layers: int, stages: int, chunks: int) -> Iterator[int]:
-    """Yield, largest first, the numbers of layers of a last stage with which all other stages are equal.
+    """Yield numbers of layers of a last stage with which all other stages are equal, largest first.
 
-    The last stage gets fewer layers than the others, because it also has the output head.
+    The last stage gets fewer layers, because it also has the output head.
     """
     for last in range(layers // stages, 0, -1):
         if last % chunks == 0 and _fits(layers, stages, chunks, {_LAST: last}):
@@ -166,7 +166,7 @@ _SELECTIVE = "Selective recomputation saves some of the activations; they are co
 
 
 def stage_layers(total: int, stages: int, section: MegatronConfig) -> list[range]:
-    """Return the decoder layers of each pipeline stage, for a configuration without findings of `check_mesh`."""
+    """Return the decoder layers of each pipeline stage, for a configuration that passes `check_mesh`."""
     first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
     given = (first or 0) + (last or 0)
     size = (total - given) // max(stages - bool(first) - bool(last), 1)
@@ -181,7 +181,7 @@ class MeshPlace(RankMemory):
 
     @property
     def layers(self) -> list[int]:
-        """Decoder layers of the stage. The last one is repeated for each multi-token-prediction layer (equal size)."""
+        """Decoder layers of the stage. The last one is repeated for each multi-token-prediction layer of equal size."""
         own = list(stage_layers(len(self.trace.layers), self.layout.pp, self.policy.megatron_cfg)[self.stage])
         return own + own[-1:] * self._mtp_layers
 
@@ -194,7 +194,7 @@ class MeshPlace(RankMemory):
         """Predict the memory of all moments of a step."""
         section, missing = self.policy.megatron_cfg, []
         weights = {"weights": (self._dense + self._experts + self._adapters) * self.itemsize}
-        # With LoRA no copy is needed: the reference is the model with its adapters switched off.
+        # # LoRA needs no copy, because the reference is the model without its adapters.
         copies = self.work.keeps_reference and not section.peft.enabled
         host = {"reference weights and their place": 2 * weights["weights"]} if copies else {}
         stays = weights | (host if self.work.on_cpu else {})
@@ -218,7 +218,7 @@ class MeshPlace(RankMemory):
         """Number of elements outside of routed experts."""
         inside = sum(self._part(self.trace.layers[index]) for index in self.layers)
         inside += self._mtp_layers * 2 * self.trace.hidden**2 / self.layout.tp
-        if self._mtp_layers and self.layout.pp > 1:  # multi-token prediction needs its own copy of the embedding
+        if self._mtp_layers and self.layout.pp > 1:  # multi-token prediction needs a copy of the embedding
             inside += self.model.vocab_size * self.trace.hidden / self.layout.tp
         return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self.outside)
 
@@ -240,20 +240,20 @@ class MeshPlace(RankMemory):
 
     @property
     def _adapters(self) -> float:
-        """Upper bound of the number of elements in the adapters of the stage, which counts them as undivided."""
+        """Upper bound of the number of adapter elements of the stage, as if adapters were not divided."""
         peft = self.policy.megatron_cfg.peft
         return self.trace.linears * peft.dim * len(self.layers) / len(self.trace.layers) if peft.enabled else 0.0
 
     @property
     def _copies(self) -> tuple[int, float]:
-        """Number of ranks that hold the same dense weights, and number of ranks that hold the same experts."""
+        """Numbers of ranks that hold the same dense weights and of ranks that hold the same experts."""
         layout, parts = self.layout, self.layout.ep * self.policy.megatron_cfg.expert_tensor_parallel_size
         same = layout.data_parallel_size * layout.cp
         return same, same * layout.tp / parts
 
     @property
     def _trained(self) -> tuple[float, float]:
-        """Numbers of trained elements outside of and in routed experts. With LoRA only adapters are trained."""
+        """Numbers of trained elements outside of and in routed experts. With LoRA, only adapters are trained."""
         return (self._adapters, 0.0) if self.policy.megatron_cfg.peft.enabled else (self._dense, self._experts)
 
     @property
@@ -273,15 +273,15 @@ class MeshPlace(RankMemory):
         return sum(self._trained) * self._gradient_size
 
     def _state_per_weight(self) -> int:
-        """Return how many float32 numbers the optimizer keeps per weight: moments, and a copy of 16-bit weights."""
+        """Return how many float32 numbers the optimizer stores per weight: moments, and a copy of 16-bit weights."""
         wanted = self.policy.megatron_cfg.optimizer
         moments = 2 if wanted.optimizer == "adam" else int(wanted.sgd_momentum > 0)
         return moments + (self.itemsize < WIDE)
 
     def _training(self) -> dict[str, Moment]:
         kept, again = self._activations()
-        # The backward pass of the head also needs the hidden states of all tokens (`hidden`), and the head's float32
-        # copy and gradient (`2 * self.head`).
+        # # The backward pass of the head also needs all tokens' hidden states (`hidden`), and the head's float32 copy
+        # and gradient (`2 * self.head`).
         states = self.has_head * (2 + self._mtp_layers)
         hidden = states * self.tokens * self.trace.hidden * self.itemsize
         wide = self._updated * WIDE if self._gradient_size < WIDE else 0.0
@@ -300,7 +300,7 @@ class MeshPlace(RankMemory):
         return {"activations": one, "logits": self.logits(2)}
 
     def _activations(self) -> tuple[float, float]:
-        """Return the bytes of activations kept for all microbatches in flight, and the bytes that are recomputed."""
+        """Return the bytes of activations of all microbatches in flight, and the bytes that are recomputed."""
         section = self.policy.megatron_cfg
         layers = self.layers if self.trace.activations else []
         sharing = self.layout.tp if section.sequence_parallel else 1
@@ -312,9 +312,9 @@ class MeshPlace(RankMemory):
         return whole * microbatches_in_flight(self.stage, self.layout.pp, chunks) + self.trace.others / sharing, again
 
     def _kept(self, index: int) -> float:
-        """Return the bytes that a layer keeps for one microbatch.
+        """Return the bytes that a layer stores for one microbatch.
 
-        Sequence parallelism also divides the kept inputs of attention and MLP, which the backward pass gathers again.
+        Sequence parallelism also divides the stored inputs of attention and MLP, which the backward pass gathers again.
         """
         layout, each = self.layout, self.trace.activations[index]
         sharing = layout.tp if self.policy.megatron_cfg.sequence_parallel else 1
@@ -323,11 +323,11 @@ class MeshPlace(RankMemory):
         return (each.outside + each.into_blocks) / sharing + inside
 
     def _other_code(self, index: int) -> float:
-        """Return the number of bytes that a layer of Megatron Core keeps beyond those of a layer of transformers.
+        """Return how many bytes more a layer of Megatron Core stores than a layer of transformers.
 
-        Queries, keys and values are views of one product. Values are kept, and so is the whole product. On CPUs the
-        output of attention is copied. A gated feed-forward layer without a fused kernel keeps one more tensor of the
-        inner width, `up + offset` (`megatron.core.transformer.mlp`). With a fused kernel it keeps one tensor less.
+        Queries, keys and values are views of one product, and values and the whole product are stored. On CPUs the
+        output of attention is copied. A gated feed-forward layer without a fused kernel stores one more tensor of the
+        inner width, `up + offset` (`megatron.core.transformer.mlp`). With a fused kernel, it stores one tensor less.
         """
         model, numbers = self.model, 0
         if not getattr(model, "kv_lora_rank", None):

@@ -1,7 +1,7 @@
-"""Megatron Core's data parallelism, optimizer and schedule, built from `policy.megatron_cfg`.
+"""Build Megatron Core's data parallelism, optimizer and schedule from `policy.megatron_cfg`.
 
-Invariant: an update whose gradient is not finite changes no weight and no optimizer state, and only sets the gradients
-to zero. As in Megatron Core, biases and other vectors (norms) have no weight decay.
+Invariant: an update with a non-finite gradient sets the gradients to zero, and changes no weight and no optimizer
+state. As in Megatron Core, biases and other vectors (norms) have no weight decay.
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_gradients(chunks: Sequence[Any], section: MegatronConfig) -> list[DistributedDataParallel]:
-    """Wrap the chunks with buffers for gradients that are summed over data-parallel and context-parallel ranks.
+    """Wrap the chunks with gradient buffers, which are summed over data-parallel and context-parallel ranks.
 
     Args:
         chunks: GPTModels after `schedule.prepare`, with weights.
@@ -66,7 +66,7 @@ def build_optimizer(
     Args:
         chunks: result of `with_gradients`.
         section: `policy.megatron_cfg`.
-        precision: dtype of the weights in the layers; for 16-bit weights the optimizer keeps float32 copies.
+        precision: dtype of the weights in the layers. The optimizer keeps float32 copies of 16-bit weights.
     """
     wanted = section.optimizer
     on_gpu, distributed = is_on_gpu(chunks), chunks[0].ddp_config.use_distributed_optimizer
@@ -87,7 +87,7 @@ def build_optimizer(
         fp16=precision is torch.float16,
         params_dtype=precision,
         use_distributed_optimizer=distributed,
-        # If a part of the weights is updated on the host, Megatron Core can load a checkpoint only in this mode.
+        # # If the host updates a part of the weights, Megatron Core can load a checkpoint only in this mode.
         use_precision_aware_optimizer=offloads or (on_gpu and distributed and _holds_its_state(section, precision)),
         store_param_remainders=False,
         clip_grad=wanted.clip_grad or 0.0,
@@ -102,7 +102,7 @@ def is_on_gpu(chunks: Sequence[Any]) -> bool:
 
 
 def _holds_its_state(section: MegatronConfig, precision: torch.dtype) -> bool:
-    """Return whether to use Transformer Engine's Adam, which itself holds float32 copies of 16-bit weights.
+    """Return whether to use Transformer Engine's Adam, which stores float32 copies of 16-bit weights itself.
 
     Its option `store_param_remainders` would store only the 16 bits of each float32 weight that the bfloat16 weight
     lacks. This would save 2 bytes per weight, divided by the data-parallel ranks. The option is not used, because
@@ -148,7 +148,7 @@ def build_scheduler(optimizer: MegatronOptimizer, section: MegatronConfig) -> Op
 
 
 def _last_step(wanted: MegatronSchedulerConfig) -> int:
-    """Return the step at which learning rate and weight decay reach their last values."""
+    """Return the step at which learning rate and weight decay reach their final values."""
     if wanted.lr_decay_style == wanted.weight_decay_incr_style == "constant":
         return max(wanted.lr_decay_iters or 0, wanted.lr_warmup_iters + 1)  # the value has no effect
     if wanted.lr_decay_iters is None:
@@ -162,7 +162,7 @@ def _last_step(wanted: MegatronSchedulerConfig) -> int:
 def clip_and_step(
     optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]
 ) -> tuple[float, bool, list[str]]:
-    """Clip gradients, update the weights and set gradients to zero, in a collective call.
+    """Clip gradients, update the weights, and set gradients to zero. The call is collective.
 
     The parts of Megatron Core's `step` are called separately, because `step` updates even if the norm is not finite.
 
@@ -189,7 +189,7 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Ten
 
 
 def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
-    """Return the gradient norm of detached multi-token-prediction layers, or 0 without them, in a collective call."""
+    """Return the gradient norm of detached multi-token-prediction layers, or 0 without them. The call is collective."""
     squares = 0.0
     for part in parts_of(optimizer):
         if part.has_grad_norm_group(MTP_GRAD_NORM_GROUP):
@@ -199,7 +199,7 @@ def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
 
 
 def _clip(optimizer: MegatronOptimizer, norm: float, mtp_norm: float) -> None:
-    """Clip the gradients. Those of detached multi-token-prediction layers are clipped by their own norm."""
+    """Clip the gradients. Gradients of detached multi-token-prediction layers are clipped by their own norm."""
     for part in parts_of(optimizer):
         if part.config.clip_grad <= 0:
             continue
@@ -212,19 +212,19 @@ def _clip(optimizer: MegatronOptimizer, norm: float, mtp_norm: float) -> None:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizer of experts and that of other parameters, without those that have no parameters here."""
+    """Return the optimizer of experts and that of other parameters. One without parameters on this rank is left out."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 @torch.no_grad()
 def move_part(part: Any, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
-    """Move an optimizer's moments and float32 weights from the device to host memory, or back.
+    """Move an optimizer's moments and float32 weights to host memory or back to the device.
 
     Args:
-        part: one of `parts_of`. State of parameters that it updates on the host (`optimizer_cpu_offload`) stays there.
-        memory: host memory for this part only.
-        to_host: whether to move to the host; False moves back.
+        part: one of `parts_of`. State of parameters that are updated on the host (`optimizer_cpu_offload`) stays there.
+        memory: host memory for only this part.
+        to_host: whether to move to the host or, if False, back.
     """
     inner, kept = part.optimizer, _float32_weights(part)
     if isinstance(inner, HybridDeviceOptimizer):
@@ -254,12 +254,12 @@ def zero_gradients(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDat
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """Return the current learning rate of the parameters that have no separate rate."""
+    """Return the current learning rate of parameters without a rate of their own."""
     return float(get_canonical_lr_for_logging(optimizer.param_groups) or 0.0)
 
 
 def complete_weights(chunks: Sequence[Any]) -> None:
-    """Finish gathering the weights, so that they can be read. An update leaves this to the next forward pass."""
+    """Finish the gathering of weights, so that they can be read. Updates leave this to the next forward pass."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:

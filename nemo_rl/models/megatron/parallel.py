@@ -1,12 +1,12 @@
-"""Start Megatron Core on this rank: process groups, random states, and a replacement of CUDA on machines without GPU.
+"""Start Megatron Core on this rank: process groups, random states, and a replacement of CUDA on CPUs.
 
 Invariant: ranks are numbered as in `parallel_layout` (pp outermost, tp innermost), which is Megatron Core's order
 `tp-cp-ep-dp-pp`. Every group has the timeout of the default group.
 
 On a machine without CUDA, `replace_cuda` replaces the functions of `torch.cuda` that Megatron Core calls
 unconditionally (for the current device, streams, and random state) and the device name `cuda` in a few modules. This
-changes the whole process, so it is only for the process of a rank. Invariant: the replaced places are those of one
-release of Megatron Core. Other releases are refused, because a missed place may give wrong numbers.
+changes the whole process, so only processes of ranks may call it. Invariant: the replaced functions are those of one
+release of Megatron Core. Other releases are refused, because a missed function may lead to wrong numbers.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ from nemo_rl.utils.errors import ConfigError
 
 _CPU = torch.device("cpu")
 _NAMES_CUDA = ("pipeline_parallel.schedules", "models.common.embeddings.rope_utils")
-"""Modules that make tensors on the device `cuda` or in page-locked memory for every microbatch."""
+"""Modules that make tensors on the device `cuda` or in page-locked memory in every microbatch."""
 _installed = False
 
 
 def replace_cuda() -> None:
-    """Replace CUDA in this process, or do nothing if the machine has CUDA or the function was called before.
+    """Replace CUDA in this process. Do nothing if the machine has CUDA or this was done before.
 
     Raises:
         ConfigError: the installed release of megatron-core is not the tested one.
@@ -49,7 +49,7 @@ def replace_cuda() -> None:
         return
     require_megatron_core()
     _answer_for_cuda()
-    # torch.compile would take seconds for each fused kernel, so these kernels run uncompiled on CPUs.
+    # # torch.compile would need seconds for each fused kernel, so these kernels run uncompiled on CPUs.
     torch.compiler.set_stance("force_eager")
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
     _replace_random_state()
@@ -62,10 +62,10 @@ def replace_cuda() -> None:
 
 
 def cuda_names() -> AbstractContextManager[None]:
-    """Run a block in which tensors report CUDA types but are made on the CPU.
+    """Run a block in which CPU tensors report CUDA types.
 
     Megatron Core's optimizers compare `tensor.type()` with the names of CUDA types when they are made, updated or
-    loaded. The block has no effect if `replace_cuda` has not replaced CUDA.
+    loaded. This has no effect if `replace_cuda` has not replaced CUDA.
     """
     return _cuda_names() if _installed else nullcontext()
 
@@ -84,7 +84,7 @@ class _CudaNames(TorchFunctionMode):
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function that makes tensors, changed to the CPU and to memory without page lock."""
+    """Change the arguments of a function that makes tensors to the CPU and to memory without page lock."""
     if str(kwargs.get("device")).startswith("cuda"):
         kwargs = kwargs | {"device": _CPU}
     return kwargs | {"pin_memory": False} if kwargs.get("pin_memory") else kwargs
@@ -100,7 +100,7 @@ class _TorchOnCpu(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
-        setattr(self, name, value)  # later look-ups do not call this function
+        setattr(self, name, value)  # later look-ups find the attribute
         return value
 
 
@@ -113,7 +113,7 @@ def _made_on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _NoStream:
-    """A stream or an event for the CPU, where every call finishes its work before it returns."""
+    """Stream or event for the CPU, where every call finishes its work before it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -160,7 +160,7 @@ def _replace_random_state() -> None:
 
 
 def _replace_split_sizes() -> None:
-    """Convert the sizes of exchanges between experts to NumPy arrays, which Megatron Core does on GPUs only."""
+    """Convert the sizes of exchanges between experts to NumPy arrays, as Megatron Core does only on GPUs."""
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -183,7 +183,7 @@ def _replace_norm() -> None:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Groups of ranks that divide this rank's layers and tokens, or None for an axis with one rank."""
+    """Groups of ranks that divide this rank's layers and tokens. A group is None if the axis has one rank."""
 
     tp: Group = None
     """Ranks that divide each layer and the vocabulary."""
@@ -196,7 +196,7 @@ class ParallelGroups:
 def start_model_parallel(
     layout: ParallelLayout, section: MegatronConfig, device: torch.device, seed: int = 0
 ) -> ParallelGroups:
-    """Make the process groups of Megatron Core, in a collective call. The default process group must exist.
+    """Make the process groups of Megatron Core. The call is collective, and the default process group must exist.
 
     Args:
         layout: sizes of the mesh axes.
@@ -234,7 +234,7 @@ def start_model_parallel(
 
 
 def division_of(groups: ParallelGroups) -> TokenDivision:
-    """Return how ranks divide a row's tokens, with this rank's place among them."""
+    """Return how ranks divide a row's tokens, with this rank's position among them."""
     cp, sp = groups.cp, groups.tp if groups.sequence_parallel else None
     return TokenDivision(
         cp=cp.size() if cp else 1,

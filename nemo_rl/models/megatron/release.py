@@ -5,10 +5,10 @@ import importlib.metadata
 from nemo_rl.utils.errors import ConfigError
 
 TESTED_VERSION = "0.19.2"
-"""Release that `pyproject.toml` pins. In other releases, code that assumes CUDA or default values may differ."""
+"""Release that `pyproject.toml` pins. Other releases may differ in default values or in code that assumes CUDA."""
 
 FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""Extension of APEX that computes the gradient of a weight and adds it to the gradient buffer in one kernel."""
+"""Extension of APEX that computes a weight's gradient and adds it to the gradient buffer in one kernel."""
 MISSING_FUSED_GRADIENTS = (
     f"{{keys}}.gradient_accumulation_fusion=true needs the extension {FUSED_GRADIENTS} of NVIDIA's APEX, which is not "
     "installed. Build APEX with --cpp_ext and --cuda_ext (https://github.com/NVIDIA/apex), or set the key to false: "
@@ -17,7 +17,7 @@ MISSING_FUSED_GRADIENTS = (
 
 
 def missing_megatron_core() -> str | None:
-    """Return a message if the tested release of megatron-core is not installed, or None if it is."""
+    """Return a message if the tested release of megatron-core is not installed, or None."""
     try:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:

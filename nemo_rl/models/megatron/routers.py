@@ -1,12 +1,12 @@
-"""Routers of mixtures of experts in Megatron Core: how they spread tokens, and the replay of recorded choices.
+"""Measure the load of experts in Megatron Core, and make routers replay recorded choices.
 
-`ExpertLoad` measures how the tokens of an update are spread over the experts. Counts include all ranks and no padding,
-so they do not depend on how rows are divided into microbatches or among ranks. The auxiliary losses are Megatron Core's
-own.
+`ExpertLoad` measures the distribution of an update's tokens over the experts. Counts include all ranks and exclude
+padding, so they do not depend on how rows are divided into microbatches or among ranks. The auxiliary losses are those
+of Megatron Core.
 
 `MegatronReplayedRouters` makes routers choose recorded experts. Each router asks its attribute `router_replay` for the
-choice of experts. Megatron Core's own `RouterReplay` needs recorded experts for every token. `_LayerReplay` takes its
-place, and lets the router choose for tokens without recorded experts. Megatron Core computes the weights of the chosen
+choice of experts. Megatron Core's own `RouterReplay` needs recorded experts for every token. `_LayerReplay` replaces
+it, and lets the router choose for tokens without recorded experts. Megatron Core computes the weights of the chosen
 experts from the router's own scores. Invariant: for a token without recorded experts the router's own choice stays, bit
 for bit. Source of the method: Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370).
 """
@@ -27,17 +27,17 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def routers(chunks: Sequence[Any], *, with_mtp: bool = False) -> list[TopKRouter]:
-    """Return the routers of this rank's layers, with those of multi-token-prediction layers if `with_mtp` is True."""
+    """Return the routers of this rank's layers. If `with_mtp` is True, include multi-token-prediction layers."""
     found = (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
     return [router for router in found if with_mtp or not router.is_mtp_layer]
 
 
 class ExpertLoad:
-    """Counts the tokens of each expert during an optimizer update.
+    """Count the tokens of each expert during an optimizer update.
 
     Args:
         chunks: chunks of this rank, with the configuration of the whole model.
-        division: division of a row's tokens, which gives the tokens that this rank's routers see.
+        division: division of a row's tokens, which determines the tokens of this rank's routers.
         each_layer: whether to report the load of each layer too.
     """
 
@@ -54,7 +54,7 @@ class ExpertLoad:
 
     @contextmanager
     def watching(self, inputs: RankInputs) -> Iterator[None]:
-        """Record the routers' decisions while the block runs a microbatch, but not in a later recomputation."""
+        """Record the routers' decisions while the block runs a microbatch, but not in recomputations."""
         self._real_N = inputs.between_layers(self._division).t().flatten()
         try:
             yield
@@ -63,12 +63,12 @@ class ExpertLoad:
 
     @torch.no_grad()
     def _count(self, layer: int, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        """Count the choices of a router. `output` is its weights and its choices, both `[N, E]`."""
+        """Count the choices of a router. `output` has its weights and its choices, both `[N, E]`."""
         if self._real_N is not None:
             self._counts[layer] += (output[1].bool() & self._real_N[:, None]).sum(0)
 
     def end_update(self) -> dict[str, float]:
-        """Return `expert_routing.load_metrics` of the update, equal on all ranks, in a collective call."""
+        """Return `expert_routing.load_metrics` of the update, equal on all ranks. The call is collective."""
         dist.all_reduce(self._counts)
         metrics = load_metrics(self._counts.cpu(), each_layer=self._each_layer)
         self._counts.zero_()
@@ -79,15 +79,15 @@ _CHOOSES_OTHERWISE = ("sinkhorn", "quantile_balancing")
 
 
 class MegatronReplayedRouters:
-    """The routers of this rank's layers, which choose the recorded experts of the current microbatch.
+    """Routers of this rank's layers, which choose the recorded experts of the current microbatch.
 
-    The recorded experts of a microbatch are used until the next forward pass. So a layer that is recomputed in the
-    backward pass gets the experts of its own microbatch only if no other forward pass comes between. This is so only
+    The recorded experts of a microbatch are used until the next forward pass. A layer that is recomputed in the
+    backward pass therefore gets the experts of its own microbatch only if there is no forward pass in between, that is,
     without pipeline stages.
 
     Args:
         chunks: chunks of this rank.
-        division: division of a row's tokens, which gives the tokens that this rank's routers see.
+        division: division of a row's tokens, which determines the tokens of this rank's routers.
 
     Raises:
         ConfigError: the model has no experts, or its routers choose them in a way that cannot be replayed.
@@ -97,7 +97,7 @@ class MegatronReplayedRouters:
         config = chunks[0].config
         _require_replayable(config)
         self.counts = ReplayCounts(device)
-        """Counts the tokens of an update, with and without recorded experts."""
+        """Counter of an update's tokens, with and without recorded experts."""
         self._division, self._of_token = division, config.moe_router_topk
         layers = _layers_with_experts(config)
         self._num_layers = len(layers)
@@ -108,7 +108,7 @@ class MegatronReplayedRouters:
             self._of_layer.append((layers.index(router.layer_number - 1), replay))
 
     def use(self, inputs: RankInputs) -> None:
-        """Replay the experts of a microbatch from now on, until the next call.
+        """Replay the experts of a microbatch until the next call.
 
         Raises:
             ConfigError: the recorded experts are those of another model.
@@ -125,13 +125,13 @@ class MegatronReplayedRouters:
         self.counts.add(inputs.routed_experts, inputs.real_tokens)
 
     def stop(self) -> None:
-        """Let the routers choose the experts themselves again."""
+        """Stop the replay, so that routers choose the experts themselves."""
         for _, replay in self._of_layer:
             replay.experts = None
 
 
 class _LayerReplay:
-    """The `router_replay` of one router."""
+    """The `router_replay` object of one router."""
 
     def __init__(self) -> None:
         self.experts: Tensor | None = None

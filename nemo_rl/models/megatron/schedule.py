@@ -1,11 +1,11 @@
-"""Run microbatches through the stages with Megatron Core's schedules: one stage, 1F1B, interleaved 1F1B.
+"""Run microbatches through stages with Megatron Core's schedules: one stage, 1F1B or interleaved 1F1B.
 
 Losses are already divided by global token counts, so gradients are sums over microbatches and over data-parallel and
 context-parallel ranks. `calculate_per_token_loss` prevents Megatron Core from averaging them, and gradients are
 finalized without a token count.
 
-Invariant: any number of microbatches of any lengths runs on any number of stages. `build.transformer_config` sets the
-fields of the model's configuration that the schedules read.
+Invariant: any number of microbatches of any lengths can run on any number of stages. `build.transformer_config` sets
+the fields of the model's configuration that the schedules read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,25 +28,25 @@ from nemo_rl.models.megatron.scoring import RowScorer
 from nemo_rl.models.training.interfaces import ForwardStep
 
 type Watch = Callable[[RankInputs], AbstractContextManager[None]]
-"""Returns a context manager around the forward pass of a microbatch in a chunk of this stage."""
+"""Function that returns a context manager for the forward pass of a microbatch in a chunk of this stage."""
 
 
 def prepare(chunks: Sequence[Any]) -> None:
-    """Set the function that finalizes the gradients of this rank's GPTModels at the end of a pass."""
+    """Set the function that finalizes the gradients of this rank's GPTModels after a pass."""
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = _finalize
 
 
 def _finalize(chunks: list[Any], num_tokens: Tensor | None = None, **how: Any) -> None:
-    """Sum gradients over the ranks that have parts of them, without dividing them."""
+    """Sum gradients over the ranks that have parts of them, without division."""
     finalize_model_grads(chunks, None, **how)
 
 
 class StageLinks(P2PCommunicator):
-    """Sends messages between stages, and their shapes in the same way as the messages.
+    """Send messages between stages, and their shapes in the same way.
 
     Megatron Core sends shapes in a batch even if it sends messages one by one. With two interleaved stages, a stage
-    could then take the shape of hidden states for that of a gradient.
+    could then mistake the shape of hidden states for that of a gradient.
     """
 
     def _communicate_shapes(
@@ -76,14 +76,14 @@ class StageLinks(P2PCommunicator):
 
 
 class Schedule:
-    """Runs the microbatches of this rank.
+    """Run the microbatches of this rank.
 
     Args:
         chunks: chunks of this rank after `prepare`; for training they are wrapped for data parallelism.
-        scoring: turns the last stage's hidden states into scores.
+        scoring: function that converts the last stage's hidden states to scores.
         division: division of a row's tokens among ranks.
         watch: context manager around every forward pass of a training microbatch.
-        replay: the routers that choose recorded experts; None if all routers choose themselves.
+        replay: the routers that choose recorded experts; None without replay.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Schedule:
         self._num_given = 0
 
     def run(self, microbatches: Sequence[RankInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`. A training pass needs gradients of zero before it and an update after it."""
+        """Run microbatches. A training pass starts with zero gradients, and an update must follow it."""
         for chunk in self._chunks:
             chunk.train(backward)
         filled, self._num_given = self._filled(microbatches), len(microbatches)
@@ -118,7 +118,7 @@ class Schedule:
                 data_iterator=[enumerate(filled) for _ in self._chunks],
                 model=self._chunks,
                 num_microbatches=len(filled),
-                seq_length=1,  # not used, because shapes are sent with the tensors
+                seq_length=1,  # not used: shapes are sent with the tensors
                 micro_batch_size=1,
                 forward_only=not backward,
                 p2p_communicator=self._links,
@@ -134,11 +134,11 @@ class Schedule:
             self._replay.count(inputs)
 
     def _filled(self, microbatches: Sequence[RankInputs]) -> list[RankInputs]:
-        """Return the microbatches. For interleaved stages, microbatches without scores are added to fill groups.
+        """Return the microbatches. For interleaved stages, microbatches without scores are added to complete groups.
 
-        Interleaved stages take microbatches in groups whose size is the number of stages, and they need two groups.
-        With only one group, every forward pass would come before the first backward pass, and neighbouring stages would
-        wait forever for each other's shapes.
+        Interleaved stages process groups of as many microbatches as stages, and need two groups. With one group, all
+        forward passes would precede the first backward pass, and neighbouring stages would wait forever for each
+        other's shapes.
         """
         stages, given = self._groups.pp.size(), len(microbatches)
         missing = max(-(-given // stages), 2) * stages - given if len(self._chunks) > 1 else 0
@@ -158,7 +158,7 @@ class Schedule:
         index, inputs = next(numbered)
         arguments = {**inputs.arguments, "output_processor": self._scoring, "output_processor_context": inputs}
         if self._balances:
-            # Megatron Core divides the mask among ranks, together with the tokens, in the first stage only.
+            # # Only in the first stage, Megatron Core divides the mask among ranks together with the tokens.
             first = get_attr_wrapped_model(chunk, "pre_process")
             arguments["padding_mask"] = ~(inputs.real_tokens if first else inputs.between_layers(self._division))
         watches = backward and self._watch is not None and index < self._num_given
@@ -172,8 +172,8 @@ class Schedule:
 
         Megatron Core multiplies each loss by the number of tokens and the number of ranks that share the microbatch,
         and expects a later division by all tokens. Its number of tokens is already a sum over these ranks
-        (`moe_utils.get_tokens_per_expert_and_token_count`), so the ranks are counted twice. The factor set here divides
-        by all tokens and by the number of these ranks.
+        (`moe_utils.get_tokens_per_expert_and_token_count`), so it counts the ranks twice. This function sets a factor
+        that divides by all tokens and by the number of these ranks.
         """
         tokens = sum(inputs.real_tokens.sum() for inputs in microbatches)
         assert isinstance(tokens, Tensor), "there is a microbatch"

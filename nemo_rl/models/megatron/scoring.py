@@ -1,6 +1,6 @@
-"""Turn the last stage's hidden states into scores, through GPTModel's public hook `output_processor`.
+"""Convert the last stage's hidden states to scores, in GPTModel's public hook `output_processor`.
 
-The vocabulary stays divided over the tensor-parallel ranks, and logits exist for a chunk of tokens only
+The vocabulary stays divided over tensor-parallel ranks, and only the logits of one chunk of tokens exist at a time
 (`distributed.parallel_logprobs`). Invariant: all ranks of the last stage that share a microbatch get the scores of all
 its K tokens. The gradient of each score flows only into the rank that holds the token.
 """
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 class ScalarHead(nn.Module):
-    """The head of a reward model or critic, which replaces the output layer and returns one number per hidden state.
+    """Head of a reward model or critic. It replaces the output layer and returns one number per hidden state.
 
-    Every tensor-parallel rank has the whole head and the same hidden states, so its gradient is whole on every rank.
+    Tensor-parallel ranks have the whole head and the same hidden states, so its gradient is whole on each rank.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
-        """`[1, D]`, `score.weight` in Hugging Face models."""
+        """`[1, D]`, named `score.weight` in Hugging Face models."""
 
     def forward(self, hidden_kD: Tensor) -> Tensor:
         """Return `[k]` scores, float32 or wider."""
@@ -47,7 +47,7 @@ class ScalarHead(nn.Module):
 
 
 def give_scalar_head(chunks: Sequence[Any], seed: int) -> None:
-    """Replace the output layer by a new scalar head, if this rank has the last stage.
+    """Replace the output layer with a new scalar head if this rank has the last stage.
 
     Args:
         chunks: unwrapped GPTModels that do not share the embedding's weight with the output layer.
@@ -75,7 +75,7 @@ class RowScorer:
         groups: the ranks that divide tokens and vocabulary.
         density: the density from which the engine samples tokens.
         transform: operations after the linear head.
-        chunk_size: tokens per chunk of logits; None takes a default for the device.
+        chunk_size: tokens per chunk of logits; if None, the device's default.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class RowScorer:
         self._groups, self._density = groups, density
         self._transform = transform or LogitTransform()
         self.head_options: dict[str, Any] = {"transform": self._transform, "group": groups.tp, "chunk_size": chunk_size}
-        """Keyword arguments of `token_logprobs` and `topk_logits` that do not depend on the tokens."""
+        """Keyword arguments of `token_logprobs` and `topk_logits` that are the same for all microbatches."""
         self.draft: DraftTrainer | None = None
         """Trainer of the draft model, which learns from training passes; None if there is no draft model."""
         self.mtp: MTPLoss | None = None
-        """Loss of the multi-token-prediction layers; None if they are not trained."""
+        """Loss of the multi-token-prediction layers. None if they are not trained."""
 
     def __call__(
         self,
@@ -140,7 +140,7 @@ class RowScorer:
         return self._of_all(first, context), self._of_all(second, context)
 
     def _hidden(self, hidden_states: Tensor, positions_k: Tensor, *, partial_gradient: bool) -> Tensor:
-        """Return hidden states `[k, D]` at some positions. With `partial_gradient`, backward sums over the ranks."""
+        """Return the hidden states `[k, D]` at some positions. With `partial_gradient`, backward sums over ranks."""
         if self._groups.sequence_parallel:
             hidden_states = all_gather(hidden_states, 0, self._groups.tp, partial_gradient=partial_gradient)
         hidden_kD = hidden_states.flatten(0, 1).index_select(0, positions_k)

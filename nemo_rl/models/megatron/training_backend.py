@@ -1,7 +1,7 @@
-"""The Megatron Core backend for runs and tools: checks of a configuration, and checkpoints without loading a model.
+"""Implement the Megatron Core backend for runs and tools, which check configurations and convert checkpoints.
 
 The module does not import megatron, because the import changes the process (streams, compiled kernels, and on CPUs a
-replacement for CUDA), and only the processes of ranks may be changed in this way.
+replacement for CUDA). Only processes of ranks may be changed.
 """
 
 import logging
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # see `models.training.backends`
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "NRL_MEGATRON_CHECKPOINT_DIR"
-"""Environment variable with the folder in which NeMo RL keeps converted models."""
+"""Environment variable with NeMo RL's folder of converted models."""
 
 _BATCHED_MESSAGES = "NVTE_BATCH_MHA_P2P_COMM"
 
@@ -39,7 +39,7 @@ _MOST_ROUNDED_SUMS = 8
 def _warn_of_rounded_sums(policy: PolicyConfig, layout: ParallelLayout) -> None:
     """Warn if gradients of many microbatches are summed in 16 bits.
 
-    A bfloat16 sum loses terms below 1/256 of its value, and the loss grows with the number of microbatches.
+    A bfloat16 sum loses terms below 1/256 of its value, so its error grows with the number of microbatches.
     """
     if policy.precision == "float32" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
         return
@@ -55,7 +55,7 @@ def _warn_of_rounded_sums(policy: PolicyConfig, layout: ParallelLayout) -> None:
 
 
 class MegatronTraining(FolderBackend):
-    """Megatron Core's models, schedules and optimizers, with checkpoints in the format of `dist_checkpointing`."""
+    """Megatron Core's models, schedules and optimizers. Checkpoints have the format of `dist_checkpointing`."""
 
     section = "megatron_cfg"
     kind = " of Megatron Core"
@@ -63,7 +63,7 @@ class MegatronTraining(FolderBackend):
     rank_class = "nemo_rl.models.megatron.backend.MegatronBackend"
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Check the mesh, the model's configuration and the options (see `TrainingBackend.check`)."""
+        """Check the mesh, the model's configuration and the options (`TrainingBackend.check`)."""
         self.check_sizes(policy, num_ranks, section)
         if section == "policy":
             _warn_of_rounded_sums(policy, self.layout_of(policy, num_ranks, section))
@@ -71,7 +71,7 @@ class MegatronTraining(FolderBackend):
             logger.info("%s has no effect: every rank reads its part of the Hugging Face files.", CACHE_VARIABLE)
 
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Make the checks of `check` without its warnings (see `TrainingBackend.check_sizes`)."""
+        """Check as `check` does, but without warnings (`TrainingBackend.check_sizes`)."""
         layout = self.layout_of(policy, num_ranks, section)
         from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.huggingface.load import load_model_config
@@ -87,7 +87,7 @@ class MegatronTraining(FolderBackend):
         report_findings(chain(options, check_mtp(section, policy, model), adapters))
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
-        """See `TrainingBackend.accepted_rows`. Rows hold token ids only."""
+        """Return that only rows of plain token ids are accepted (`TrainingBackend.accepted_rows`)."""
         return AcceptedRows("policy.megatron_cfg (Megatron Core)")
 
     @override
@@ -97,15 +97,15 @@ class MegatronTraining(FolderBackend):
         return MeshPlace
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
-        """Return variables that limit each GPU to one hardware queue and batch the messages of context parallelism.
+        """Return variables that limit GPUs to one hardware queue, and batch the messages of context parallelism.
 
         Megatron Core starts a transfer before the product that overlaps with it, and relies on the GPU to keep this
         order (`core/tensor_parallel/layers.py`), which one hardware queue guarantees.
 
         With more than two context-parallel ranks, Transformer Engine sends to the next rank and receives from the
-        previous rank in separate calls. For these NCCL makes a communicator for each pair of ranks at its first use,
-        in a different order on each rank. Batched messages use the communicator of the whole group. If the environment
-        sets this variable, its value is kept.
+        previous rank in separate calls. For such calls, NCCL makes a communicator per pair of ranks at its first use,
+        in a different order on each rank. Batched messages use the communicator of the whole group instead. If the
+        environment sets this variable, its value is kept.
         """
         section = policy.megatron_cfg
         divided = section.tensor_model_parallel_size > 1 or section.context_parallel_size > 1

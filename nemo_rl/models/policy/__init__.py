@@ -1,4 +1,4 @@
-"""Control and run the policy, the model under training. Re-exports only its configuration."""
+"""Control and run the policy, the model under training. Re-export only its configuration."""
 
 from nemo_rl.config import (
     DTensorConfig,

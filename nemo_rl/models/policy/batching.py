@@ -1,7 +1,7 @@
 """Divide a batch into global batches, ranks and microbatches, and put results back in order.
 
 `data.packing` plans the microbatches. Invariant: any number of rows works. If the rows cannot be divided evenly over
-ranks and microbatches, filler rows are added. They do not count in the loss, and their scores are dropped.
+ranks and microbatches, filler rows are added. Filler rows do not count in the loss, and their scores are dropped.
 """
 
 import math
@@ -44,23 +44,23 @@ class ShardedBatch:
     """One batch, divided over the ranks."""
 
     data: list[BatchedDataDict[Any]]
-    """Rows of each data-parallel rank, in the order of its microbatches."""
+    """Rows of each data-parallel rank, in microbatch order."""
     sizes: list[list[int]]
     """Number of rows of each microbatch, for each rank."""
     plan: MicrobatchPlan
-    """Plan that has the original position of each row."""
+    """Plan with the original position of each row."""
     num_rows: int
-    """Number of rows of the batch without filler rows."""
+    """Number of rows of the batch, except filler rows."""
     num_shared_tokens: int = 0
-    """Number of tokens that are not computed, because another row of their microbatch begins with the same tokens."""
+    """Number of tokens that are not computed because another row of their microbatch starts with the same tokens."""
 
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each row, without filler rows."""
+        """Return the number of tokens of each row, except filler rows."""
         found: list[int] = self.restore([rows["input_lengths"] for rows in self.data]).tolist()
         return found
 
     def restore(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate the results `[b, ...]` of the ranks, and put them into the order of the batch's rows."""
+        """Concatenate the results `[b, ...]` of the ranks, in the order of the batch's rows."""
         return torch.cat(list(parts))[self.plan.restore_order[: self.num_rows]]
 
 
@@ -81,7 +81,7 @@ def training_strategy(
 
 
 def logprob_strategy(config: PolicyConfig, micro_batch_size: int | None = None) -> MicrobatchStrategy:
-    """Choose how microbatches of log-prob passes are formed. The arguments are those of `training_strategy`."""
+    """Choose how microbatches for log-probabilities are formed. Arguments are those of `training_strategy`."""
     size = config.logprob_batch_size
     packing, dynamic = config.sequence_packing, config.dynamic_batching
     tokens = packing.logprob_mb_tokens if packing.enabled else dynamic.logprob_mb_tokens
@@ -99,11 +99,11 @@ def shard_batch(
     """Divide the rows over the ranks.
 
     Args:
-        data: At least one row, with `input_lengths`. If prompts are shared, also with `input_ids`, or stored rows.
+        data: At least one row, with `input_lengths`. Shared prompts also need `input_ids` or stored rows.
         num_shards: Number of data-parallel ranks.
         strategy: How microbatches are formed.
         group_size: Number of consecutive rows that stay in one microbatch.
-        shares_prompts: Whether a packed microbatch has tokens that several rows share only once.
+        shares_prompts: Whether a packed microbatch contains tokens that several rows share only once.
 
     Raises:
         DataError: The rows do not divide into groups, or a row is longer than a microbatch may be.
@@ -130,7 +130,7 @@ def shard_batch(
         num_rows=num_rows,
     )
     for rows in sharded.data:
-        rows.pop(PROMPT_GROUPS, None)  # ranks have no use for it
+        rows.pop(PROMPT_GROUPS, None)  # ranks do not need it
     return sharded if prefixes.is_flat else _with_prefixes(sharded, prefixes)
 
 
@@ -144,7 +144,7 @@ def _with_prefixes(sharded: ShardedBatch, prefixes: Prefixes) -> ShardedBatch:
 
 
 def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[Any]:
-    """Append `count` one-token copies of the first row, with masks of 0."""
+    """Append `count` one-token copies of the first row, whose masks are 0."""
     if count == 0:
         return data
     fillers = data.select_indices([0] * count)
@@ -155,7 +155,7 @@ def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[
     if PROMPT_GROUPS in fillers:
         fillers[PROMPT_GROUPS] = torch.full_like(fillers[PROMPT_GROUPS], -1)
     if ROW_INPUTS in fillers:
-        # The first row's tokens may stand for items, such as images. A filler row has no items.
+        # # The first row's tokens may represent items, such as images. A filler row has no items.
         fillers["input_ids"] = torch.zeros_like(fillers["input_ids"])
         fillers[ROW_INPUTS] = [inputs.without_items() for inputs in fillers[ROW_INPUTS]]
     return type(data).from_batches([data, fillers])
@@ -164,11 +164,11 @@ def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[
 def global_batches(
     data: BatchedDataDict[Any], size: int | Sequence[int], *, allow_partial: bool
 ) -> Iterator[BatchedDataDict[Any]]:
-    """Divide a batch into consecutive global batches, each with the rows of one optimizer update.
+    """Divide a batch into consecutive global batches, one for each optimizer update.
 
     Args:
         size: Number of rows of every global batch, or a list of the numbers of rows.
-        allow_partial: Whether the last global batch may be shorter (evaluation). Only for a single number.
+        allow_partial: Whether the last global batch may be shorter (evaluation), if `size` is a single number.
 
     Raises:
         DataError: The rows do not divide into global batches, or there are no rows.
@@ -195,7 +195,7 @@ def _check_divides(rows: int, size: int, allow_partial: bool) -> None:
 
 
 def count_valid(batch: BatchedDataDict[Any]) -> tuple[float, float]:
-    """Count valid sequences and valid target tokens of a global batch, the denominators of losses."""
+    """Count valid sequences and valid target tokens of a global batch, which are the denominators of losses."""
     weights_B = batch["sample_mask"].double()
     return weights_B.sum().item(), (BatchRows.of(batch).num_written() * weights_B).sum().item()
 
@@ -204,7 +204,7 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
     """Check that a batch has the keys that a call needs.
 
     Raises:
-        DataError: Keys are missing. The message names them, and the keys that the batch has.
+        DataError: Keys are missing. The message names the missing keys and the batch's keys.
     """
     missing = [key for key in keys if key not in data and key not in BatchRows.of(data).STORED]
     if missing:
@@ -212,7 +212,7 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
 
 
 def scoring_rows(method: str, data: BatchedDataDict[Any], config: PolicyConfig) -> BatchedDataDict[Any]:
-    """Check that a policy can score a batch, and return the batch with only the keys that scoring reads.
+    """Check that a policy can score a batch, and return it with only the keys for scoring.
 
     Args:
         method: Name of the method of `Policy`, for messages.

@@ -1,4 +1,4 @@
-"""The interface between a policy and the algorithms, which `lm_policy.Policy` implements."""
+"""Define the interface between a policy and the algorithms. `lm_policy.Policy` implements it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class TopkLogitsOutputSpec(TypedDict):
 
 
 class TrainResult(TypedDict):
-    """Result of one `train` call on U global batches. A batch without a token that counts updates nothing."""
+    """Result of one `train` call on U global batches. A batch without counted tokens makes no update."""
 
     loss: Tensor  # [U] float32, loss of each global batch; 0 without an update
     grad_norm: Tensor  # [U] float32, before clipping; 0 without an update and in eval mode
@@ -55,25 +55,25 @@ class TrainResult(TypedDict):
 
 
 class ScoringModel(Protocol):
-    """A model that scores rows, with methods of `lm_policy.Policy`, for the stages of a step."""
+    """Interface of a model that scores rows, for the stages of a step. `lm_policy.Policy` implements it."""
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Score every token under the current weights."""
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Score every token under the weights the run started from."""
+        """Score every token under the initial weights of the run."""
 
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, *, vocab_size: int | None = None
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Return the k largest logits after every token, and their ids."""
+        """Return the k largest logits after every token, with their ids."""
 
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
-        """Score stored rows, and leave the scores in the object store."""
+        """Score stored rows, and keep the scores in the object store."""
 
 
 class PolicyInterface(ABC):
-    """The model under training, as algorithms see it."""
+    """Interface of the model under training, for algorithms."""
 
     @abstractmethod
     def train(
@@ -94,17 +94,17 @@ class PolicyInterface(ABC):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Score every token under the weights the run started from."""
+        """Score every token under the initial weights of the run."""
 
     @abstractmethod
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
-        """Score stored rows, and leave the scores in the object store."""
+        """Score stored rows, and keep the scores in the object store."""
 
     @abstractmethod
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Return the k largest logits after every token, and their ids."""
+        """Return the k largest logits after every token, with their ids."""
 
     @abstractmethod
     def save_checkpoint(
@@ -114,7 +114,7 @@ class PolicyInterface(ABC):
         tokenizer_path: str | None = None,
         consolidated: bool = False,
     ) -> None:
-        """Write a checkpoint that `Policy(weights_path=..., optimizer_path=...)` resumes from."""
+        """Write a checkpoint from which `Policy(weights_path=..., optimizer_path=...)` resumes."""
 
     @abstractmethod
     def shutdown(self) -> bool:
@@ -122,4 +122,4 @@ class PolicyInterface(ABC):
 
 
 ColocatablePolicyInterface = PolicyInterface
-"""NeMo RL's name for a policy that can share devices with engines. Every policy of this library can."""
+"""NeMo RL's name for a policy that can share devices with engines, as every policy of this library can."""

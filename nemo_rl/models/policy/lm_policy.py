@@ -1,12 +1,12 @@
-"""Control the policy's ranks from one object in the controller.
+"""Control the policy's ranks through one object in the controller.
 
-Algorithms call `train`, `get_logprobs` and the checkpoint methods of this object. `workers` do the work, one process
-per rank. `ParallelLayout` says which rows a rank gets, and which ranks return results. Flow of a call:
+Algorithms call `train`, `get_logprobs` and the checkpoint methods of this object. `workers` compute, with one process
+per rank. `ParallelLayout` defines which rows a rank gets, and which ranks return results. Flow of a call:
 
     batch ─► global batches ─► plan (data.packing) ─► each data-parallel rank its rows ─► workers ─► gather, reorder
 
-Every call blocks with a deadline, and one thread calls at a time (`rank_calls`). If a worker raises or dies, the call
-raises its error and the whole group stops.
+Every call blocks until a deadline at most, and one thread calls at a time (`rank_calls`). If a worker raises or dies,
+the call raises its error and the whole group stops.
 
 Invariant: results do not depend on the number of ranks or on how microbatches are formed.
 """
@@ -59,12 +59,12 @@ from nemo_rl.models.training.backends import training_backend
 from nemo_rl.optimizations.switch import Choice
 
 _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
-# By default OpenMP threads spin so long at a barrier that one busy core stalls a step for seconds. A short spin costs
+# # By default, OpenMP threads spin so long at a barrier that one busy core delays a step by seconds. A short spin costs
 # nothing on an idle machine.
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
-# torch's compiler would start up to 32 helper processes in each rank, and 256 on a machine with eight ranks. The
-# variable is not set on CPUs, where it would keep ranks from being forked (`optimizations.fork_server`), which costs
-# five seconds of the start.
+# # torch's compiler would start up to 32 helper processes per rank, which is 256 with eight ranks. The variable is not
+# set on CPUs, where it would prevent forks of ranks (`optimizations.fork_server`), which save five seconds of the
+# start.
 _GPU_ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
@@ -81,7 +81,7 @@ class Policy(PolicyInterface):
     """The model under training.
 
     Args:
-        cluster: Cluster on which the ranks run, one rank per bundle unless `workers_per_node` says otherwise.
+        cluster: Cluster on which the ranks run, with one rank per bundle unless `workers_per_node` is given.
         config: The section `policy`. A dict is checked, and missing values get their defaults.
         tokenizer: Tokenizer that is saved next to the weights.
         name_prefix: Prefix of the names of the worker processes.
@@ -125,7 +125,7 @@ class Policy(PolicyInterface):
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0
-        """Number of training calls, which `weight_stream` and the engines use as the version of the weights."""
+        """Number of training calls. `weight_stream` and the engines use it as the version of the weights."""
         self._complete_checkpoint: Callable[[], None] | None = None
         self._timeouts = timeouts or TimeoutsConfig()
         self._backend = training_backend(config)
@@ -159,7 +159,7 @@ class Policy(PolicyInterface):
         self.ranks = RankCalls(self.worker_group, self.layout, self._timeouts)
         """Object that calls the ranks."""
         self.work = self.ranks.work
-        """Counter of the passes over rows, except those of validations."""
+        """Counter of the passes over rows, without validations."""
         packing = config.sequence_packing
         asks = packing.enabled and packing.share_prompts
         self._shares_prompts = asks and all(self.ranks.everywhere("shares_prompts", "starting the policy"))
@@ -168,7 +168,7 @@ class Policy(PolicyInterface):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of groups of ranks that work on different rows."""
+        """The number of groups of ranks that process different rows."""
         return self.layout.data_parallel_size
 
     def train(
@@ -181,9 +181,9 @@ class Policy(PolicyInterface):
     ) -> TrainResult:
         """Make one optimizer update per global batch, in the order of the rows.
 
-        The learning-rate schedule advances once per call, whatever the number of updates. A global batch without a
-        counted token makes no update, because momentum and weight decay alone would change the weights. If no global
-        batch makes an update, nothing changes, including the schedule and `weight_version`.
+        The learning-rate schedule advances once per call, for any number of updates. A global batch without a counted
+        token makes no update, because momentum and weight decay would still change the weights. If no global batch
+        makes an update, nothing changes, including the schedule and `weight_version`.
 
         Args:
             data: A training batch: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and the keys that the loss
@@ -238,7 +238,7 @@ class Policy(PolicyInterface):
         return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
 
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
-        """Score stored rows as the methods for log-probabilities do, and leave the scores in the object store."""
+        """Score stored rows like the methods for log-probabilities, and keep the scores in the object store."""
         return of_rows(*self._run_scoring("keep_logprobs", data, None, of_reference=of_reference))
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
@@ -251,7 +251,7 @@ class Policy(PolicyInterface):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Return `reference_logprobs [B, T]`, scored as in `get_logprobs` under the weights of `config.model_name`.
+        """Return `reference_logprobs [B, T]`, scored as in `get_logprobs` with the weights of `config.model_name`.
 
         Raises:
             ConfigError: the policy was made with `init_reference_model=False`.
@@ -267,12 +267,12 @@ class Policy(PolicyInterface):
         *,
         vocab_size: int | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Return the k largest logits after every token, for distillation, without temperature and sampling filters.
+        """Return the k largest logits after every token, for distillation, at temperature 1 and unfiltered.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
-            micro_batch_size: Number of rows of one pass of a rank. If None, passes are formed as configured.
-            vocab_size: Only token ids below it are considered (an output head may have more rows than tokens).
+            micro_batch_size: Number of rows of a rank's microbatch. If None, as configured.
+            vocab_size: Only token ids below this number are considered (an output head may have more rows than tokens).
 
         Returns:
             `topk_logits [B, T, k]` float32, largest first, and `topk_indices [B, T, k]` int64, in the order of the
@@ -293,7 +293,7 @@ class Policy(PolicyInterface):
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
-            micro_batch_size: Number of rows of one pass of a rank. If None, passes are formed as configured.
+            micro_batch_size: Number of rows of a rank's microbatch. If None, as configured.
 
         Returns:
             `scores [B]` float32: the output of the head after the last token of each row.
@@ -310,7 +310,7 @@ class Policy(PolicyInterface):
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`, or stored rows; any number of rows.
-            micro_batch_size: Number of rows of one pass of a rank. If None, passes are formed as configured.
+            micro_batch_size: Number of rows of a rank's microbatch. If None, as configured.
 
         Returns:
             `values [B, T]` float32. Position t has the value of the state before token t, that is, of the tokens before
@@ -361,7 +361,7 @@ class Policy(PolicyInterface):
             complete()
 
     def checkpoint_is_written(self) -> bool:
-        """Return whether the ranks have finished writing in the background, without waiting for them."""
+        """Return whether the ranks have finished their background writes. The call does not wait."""
         return self._complete_checkpoint is None or all(
             self.ranks.everywhere("checkpoint_is_written", "asking for the checkpoint")
         )
@@ -379,7 +379,7 @@ class Policy(PolicyInterface):
             complete()
 
     def offload_optimizer(self) -> None:
-        """Move optimizer state to host memory, to make room for colocated engines on GPUs."""
+        """Move optimizer state to host memory, to free GPU memory for colocated engines."""
         self.ranks.everywhere("move_optimizer_state", "offloading the optimizer", to_host=True)
 
     def onload_optimizer(self) -> None:
@@ -387,7 +387,7 @@ class Policy(PolicyInterface):
         self.ranks.everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
 
     def offload_weights(self) -> None:
-        """Move the weights of a frozen model to host memory, to make room for other models on its GPUs."""
+        """Move the weights of a frozen model to host memory, to free GPU memory for other models."""
         self.ranks.everywhere("move_weights", "offloading the weights", to_host=True)
 
     def onload_weights(self) -> None:
@@ -398,21 +398,21 @@ class Policy(PolicyInterface):
         """Keep other threads from calling the ranks, for example in a weight stream. The same thread may enter again.
 
         Raises:
-            DeadlineExceededError: another thread holds the policy for too long, see `RankCalls.held`.
+            DeadlineExceededError: another thread holds the policy for too long (`RankCalls.held`).
         """
         return self.ranks.held()
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return in one line why the ranks have to be replaced, or None (see `RayWorkerGroup.find_loss`)."""
+        """Return a one-line reason to replace the ranks, or None (`RayWorkerGroup.find_loss`)."""
         return self.worker_group.find_loss(silence_is_loss=silence_is_loss)
 
     def restart(
         self, weights_path: str | PathLike[str] | None = None, optimizer_path: str | PathLike[str] | None = None
     ) -> None:
-        """Replace all ranks, which may be dead or hang, by new ones in the same places.
+        """Replace all ranks, including dead and hanging ones, with new ranks in the same places.
 
-        Afterwards this object is as its constructor leaves it, with `weight_version` 0. Running calls of other threads
-        fail. Arguments and errors are those of the constructor.
+        Afterwards this object equals a new one, with `weight_version` 0. Running calls of other threads fail. Arguments
+        and errors are those of the constructor.
         """
         self.worker_group.end("it is being restarted")
         with self.held():

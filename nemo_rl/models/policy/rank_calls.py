@@ -1,17 +1,17 @@
 """Call a policy's ranks, and join their results.
 
-`RankCalls` lets one thread at a time call the ranks, with a deadline from `cluster.timeouts` for each call. Invariants:
-all ranks get calls in the same order. A thread that holds the ranks, such as a weight stream, never sees half-updated
-weights.
+`RankCalls` allows one thread at a time to call the ranks, with a deadline from `cluster.timeouts` for each call.
+Invariants: all ranks get calls in the same order. A thread that holds the ranks, such as a weight stream, never sees
+half-updated weights.
 
 Log-probabilities of stored rows stay in the object store like the rows:
 
     rank: whole ─► scores ─► keep ─► object store ──────────────────────────────► rank: whole
                               └────► references, errors ─► driver: of_rows ─────────┘
 
-`make_portable` makes a loss usable in the workers that is defined in a user's own file. Classes are pickled as "module
-and name", so a worker has to import the module. It can import installed packages, but not a file next to a script on
-another node. Invariant: code outside of installed packages is pickled with the loss, all other code by name.
+`make_portable` makes a loss from a user's file usable in the workers. Classes are pickled as "module and name", so a
+worker has to import the module. It can import installed packages, but not a file next to a script on another node.
+Invariant: code outside of installed packages is pickled with the loss. All other code is pickled by name.
 """
 
 import logging
@@ -46,14 +46,14 @@ from nemo_rl.models.training.tensor_checks import listed
 from nemo_rl.utils.errors import DeadlineExceededError, NemoRLError
 
 _DESCRIPTION_S = 60.0
-"""Time limit for making a model without memory and counting its operations."""
+"""Time limit in seconds for making a model without memory and counting its operations."""
 
 
 class RankCalls:
-    """Calls methods of the ranks and waits for the results. If a rank raises or dies, its error is raised.
+    """Call methods of the ranks and wait for the results. If a rank raises an error or dies, its error is raised.
 
     Args:
-        layout: Says which rows a rank gets, and which ranks return results.
+        layout: Defines which rows a rank gets, and which ranks return results.
     """
 
     def __init__(self, workers: RayWorkerGroup, layout: ParallelLayout, timeouts: TimeoutsConfig) -> None:
@@ -67,7 +67,7 @@ class RankCalls:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads from calling the ranks. The same thread may enter again.
+        """Prevent other threads from calling the ranks. The same thread may enter again.
 
         An update of several global batches may take long, but each of its calls has a deadline.
 
@@ -89,7 +89,7 @@ class RankCalls:
             self._turn.release()
 
     def with_rows(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
-        """Call a method on every rank with the rows of its data-parallel rank, and return results in that order."""
+        """Call a method on every rank with its data-parallel rank's rows, and return results in that order."""
         with self.held(), self._counted(method, sharded, is_counted=not common.get("eval_mode")):
             future = self._workers.run_all_workers_sharded_data(
                 method,
@@ -109,7 +109,7 @@ class RankCalls:
             return self._answers(future, phase, self._timeouts.checkpoint_s)
 
     def _describe_passes(self) -> PassCosts:
-        """Return the costs of passes over rows from the first rank, or unknown costs with a failure as the reason."""
+        """Return the costs of passes over rows from the first rank, or unknown costs with the reason."""
         try:
             call = self._workers.run_single_worker_single_data("describe_passes", 0)
             costs: PassCosts = ray.get(call, timeout=_DESCRIPTION_S)
@@ -147,7 +147,7 @@ def join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode:
 
 
 def _warn_of_values(update: dict[str, float], rank: UpdateResult) -> None:
-    """Warn on the driver if an update's loss, gradient or learning rate is not finite, and name the tensors."""
+    """Warn on the driver if an update's loss, gradient or learning rate is not finite, naming the tensors."""
     numbers = {name: update[name] for name in ("loss", "grad_norm", "lr")}
     if not rank.skipped and all(map(math.isfinite, numbers.values())):
         return
@@ -158,7 +158,7 @@ def _warn_of_values(update: dict[str, float], rank: UpdateResult) -> None:
 
 
 def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
-    """Build the result of all global batches. Skipped ones have loss and gradient norm 0."""
+    """Build the result of all global batches. Skipped batches have loss and gradient norm 0."""
     made = [update for update in updates if update]
     num_skipped = len(updates) - len(made)
     none_made = {} if made else {"num_updates": 0.0}
@@ -178,10 +178,10 @@ def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> T
 
 
 def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[list[str], list[torch.Tensor]]:
-    """Join the layers of all pipeline stages in the order of their numbers. A stage may have several chunks."""
+    """Join the layers of all pipeline stages in the order of layer numbers. A stage may have several chunks."""
     layers = [pair for names, outputs in of_stages for pair in zip(names, outputs, strict=True)]
     if len(of_stages) > 1:
-        # Imported here, because it imports torch.distributed.tensor and everything below it.
+        # # Imported here, because it imports torch.distributed.tensor and its dependencies.
         from transformers.core_model_loading import dot_natural_key
 
         layers.sort(key=lambda pair: dot_natural_key(pair[0]))
@@ -189,7 +189,7 @@ def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[
 
 
 def of_rows(sharded: ShardedBatch, kept: Sequence[Kept]) -> tuple[list[StoredScores | None], Tensor]:
-    """Return references of the scores, and the errors `[B]` float32, in the order of the batch's rows."""
+    """Return references of the scores and the errors `[B]` float32, in the order of the batch's rows."""
     scores = [StoredScores(part.scores, start) for part in kept for start in part.starts]
     order = [int(position) for position in sharded.plan.restore_order[: sharded.num_rows]]
     return [scores[position] for position in order], sharded.restore([part.errors_B for part in kept])
@@ -200,7 +200,7 @@ _INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib
 
 
 def make_portable(loss_fn: Any) -> None:
-    """Register the modules that define `loss_fn`, its class and its base classes to be pickled by value."""
+    """Register the modules of `loss_fn`, its class and its base classes for pickling by value."""
     definers = [loss_fn, *type(loss_fn).__mro__]
     names = {getattr(definer, "__module__", None) for definer in definers}
     for name in names:
@@ -210,7 +210,7 @@ def make_portable(loss_fn: Any) -> None:
 
 
 def _is_users_own(module: ModuleType) -> bool:
-    """Return whether a module is the user's own, so that a worker may not find it."""
+    """Return whether a module belongs to the user, so that a worker may not find it."""
     file = getattr(module, "__file__", None)
     if module.__name__ == "__main__" or file is None:
         return False

@@ -36,7 +36,7 @@ class UpdateRecord:
     after: dict[str, Fingerprint]
     """Weights after the update."""
     modules: list[list[tuple[str, Fingerprint]]]
-    """Name and output of each call of a module, in order, for each rank. Empty if outputs were not recorded."""
+    """Name and output of each module call, in order, for each rank. Empty if outputs were not recorded."""
     devices: list[str]
     """Names of the devices of the ranks."""
     logprobs: dict[int, Tensor]
@@ -45,7 +45,7 @@ class UpdateRecord:
     """Metrics of the model itself."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for a file of JSON, without the log-probabilities."""
+        """Return plain values for a JSON file, without the log-probabilities."""
         named = {key: getattr(self, key) for key in ("before", "gradients", "after")}
         return {
             "loss": self.loss,
@@ -76,7 +76,7 @@ def start_recording(policy: Policy, *, of_modules: bool) -> None:
 
 
 def take_records(policy: Policy) -> list[UpdateRecord]:
-    """Stop recording, and return what the ranks recorded since `start_recording`, one record for each update.
+    """Stop recording. Return the records since `start_recording`, one per update.
 
     Raises:
         DeadlineExceededError, WorkerDiedError: a rank does not answer.
@@ -89,7 +89,7 @@ def _joined(of_ranks: Sequence[RankUpdate], result_ranks: Sequence[int]) -> Upda
     results = [of_ranks[rank] for rank in result_ranks]
     return UpdateRecord(
         loss=sum(sum(result.losses) for result in results),
-        # Reduced in the same way as ranks and the controller do it, so that sums have the same order.
+        # # Reduced like in ranks and the controller, so that sums have the same order.
         metrics=reduce_metrics([reduce_metrics(result.metrics) for result in results]),
         grad_norm=of_ranks[0].grad_norm,
         lr=of_ranks[0].lr,

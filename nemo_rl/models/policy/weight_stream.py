@@ -1,7 +1,7 @@
 """Stream the policy's weights to the engines, for `algorithms.rollout.refit`.
 
-It runs in the controller, requests each bucket from all ranks and joins their reports. Invariant: the ranks exchange
-the blocks of a bucket, so every rank is called for every bucket, whichever rank packs it.
+The stream runs in the controller, requests each bucket from all ranks and joins their reports. Invariant: ranks
+exchange the blocks of a bucket, so every rank is called for every bucket.
 """
 
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from nemo_rl.weight_sync.lanes import Lane
 
 
 class PolicyWeightStream:
-    """Streams a policy's weights.
+    """Stream a policy's weights.
 
     Args:
         dtype: Name of the torch dtype in which the engines compute, for example "bfloat16".
@@ -37,7 +37,7 @@ class PolicyWeightStream:
         return self._policy.weight_version
 
     def held(self) -> AbstractContextManager[None]:
-        """See `Policy.held`."""
+        """Keep the weights unchanged during a block (`Policy.held`)."""
         return self._policy.held()
 
     @property
@@ -52,7 +52,7 @@ class PolicyWeightStream:
         return self._workers.pending_calls(calls)
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Let the ranks exchange blocks of the next tensors, and pack a bucket for each lane.
+        """Let the ranks exchange blocks of the next tensors and pack a bucket for each lane.
 
         Raises:
             WeightSyncError: ranks disagree about the stream.
@@ -71,5 +71,5 @@ class PolicyWeightStream:
         return [PendingCall(call, self._workers.slot(sender))]
 
     def meeting_point(self, rank: int) -> tuple[str, int]:
-        """Return the address of a rank and a port that it reserves for one process group."""
+        """Return the address of a rank, and a port that it reserves for a process group."""
         return self._workers.meeting_point(rank)

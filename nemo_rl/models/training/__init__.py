@@ -1,1 +1,1 @@
-"""Share between the training backends: their interface, model inputs, adapters, and checks of meshes."""
+"""Provide the common parts of the training backends: interface, model inputs, adapters, and checks of meshes."""

@@ -1,12 +1,12 @@
-"""Choose the training backend of a configuration, and answer questions about runs and checkpoints without a model.
+"""Choose the training backend of a configuration, and check runs and convert checkpoints without a model.
 
 `TrainingBackend` is used in the controller, in tools and before Ray starts. It names the `PolicyBackend` that each rank
-builds. Invariant: only a backend knows what the folders `weights` and `optimizer` of a checkpoint contain.
+builds. Invariant: only a backend depends on the contents of the folders `weights` and `optimizer` of a checkpoint.
 
 `FolderBackend` exports checkpoints of the library's own backends, which are folders with tensors, a Hugging Face
-configuration and a tokenizer. A subclass says where its tensors and its configuration are, how an exported model is
-written, and how the weights of a checkpoint are read into a model of transformers. Invariant: `verify_export` compares
-the exported folder, read by `transformers`, with the checkpoint, read by the backend.
+configuration and a tokenizer. A subclass defines where its tensors and its configuration are, how an exported model is
+written, and how a checkpoint's weights are read into a model of transformers. Invariant: `verify_export` compares the
+exported folder, read by `transformers`, with the checkpoint, read by the backend.
 """
 
 import json
@@ -41,7 +41,7 @@ BACKENDS = {
     "dtensor_cfg": "nemo_rl.models.dtensor.training_backend.DTensorTraining",
     "megatron_cfg": "nemo_rl.models.megatron.training_backend.MegatronTraining",
 }
-"""Classes of the library's backends, by the section of `policy` that enables each. The first is on by default."""
+"""Classes of the library's backends, by the section of `policy` that enables them. The first one is the default."""
 
 
 class TrainingBackend(ABC):
@@ -54,9 +54,9 @@ class TrainingBackend(ABC):
     """Dotted name of the backend's `PolicyBackend`, which is imported in the ranks."""
 
     config_class: ClassVar[type | None] = None
-    """Dataclass or pydantic model that `training_backend.kwargs` must match. If None, they are not checked."""
+    """Dataclass or pydantic model that `training_backend.kwargs` must match. If None, the kwargs are not checked."""
     offloads_trained_weights: ClassVar[bool] = False
-    """True if `PolicyBackend.move_weights` also moves the weights of a model with an optimizer."""
+    """Whether `PolicyBackend.move_weights` also moves the weights of a model with an optimizer."""
 
     @abstractmethod
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
@@ -71,27 +71,27 @@ class TrainingBackend(ABC):
         """
 
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Make those checks of `check` that take milliseconds, for a search over hundreds of meshes.
+        """Make those checks of `check` that take milliseconds, for a search through hundreds of meshes.
 
         Args:
             num_ranks: Number of processes that hold the model.
             section: Name of the section, for messages.
 
         Raises:
-            ConfigError: See `check`.
+            ConfigError: As in `check`.
         """
         self.check(policy, num_ranks, section)
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
-        """Return which rows the ranks accept, so that `Policy` refuses all others. The default is token ids only."""
+        """Return the rows that ranks accept. `Policy` refuses all others. By default, only token ids are accepted."""
         return AcceptedRows(type(self).__name__)
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
-        """Return environment variables of the ranks. `env_vars` of the backend's section override them."""
+        """Return environment variables of the ranks. `env_vars` in the backend's section overrides them."""
         return {}
 
     def rank_memory(self) -> "type[RankMemory] | None":
-        """Return the class that predicts the memory of a rank. The default is None: there is no prediction."""
+        """Return the class that predicts the memory of a rank. By default, return None, for no prediction."""
         return None
 
     def predict_memory(
@@ -105,13 +105,13 @@ class TrainingBackend(ABC):
         rows_per_prompt: int = 1,
         rows_per_sample: int = 1,
     ) -> MemoryPlan | None:
-        """Predict the memory of the rank that needs the most, for the largest microbatch that the section allows.
+        """Predict the memory of the rank that needs the most, for the largest microbatch of the section.
 
         Args:
             num_ranks: Number of processes that hold the model.
             trains: Whether the model has an optimizer.
             keeps_reference: Whether its initial weights are kept.
-            rows_per_prompt: Number of sequences of a batch that begin with the same prompt.
+            rows_per_prompt: Number of sequences of a batch with the same prompt.
             rows_per_sample: Number of rows of a sample: 2 for pairs, whose scores a loss compares.
 
         Returns:
@@ -137,7 +137,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
-        """Add the files that one process writes to a checkpoint that all ranks have written.
+        """Add the files that a single process writes to a checkpoint of all ranks.
 
         Args:
             weights: The folder that the ranks have written.
@@ -147,11 +147,11 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-        """Return the least number of bytes that the first checkpoint needs on the disk, or None if unknown."""
+        """Return the smallest number of bytes that the first checkpoint needs on the disk, or None if it is unknown."""
 
     @abstractmethod
     def find_weights(self, path: Path) -> Path:
-        """Find the weights folder of a checkpoint, given this folder or a folder above it.
+        """Find the weights folder of a checkpoint, given that folder or a folder above it.
 
         Raises:
             CheckpointError: There is no weights folder.
@@ -163,8 +163,8 @@ class TrainingBackend(ABC):
 
         Args:
             weights: Folder that `find_weights` returns.
-            tokenizer_name: Tokenizer for checkpoints that have none.
-            dtype: Number format of floating-point weights. None keeps the checkpoint's format.
+            tokenizer_name: Tokenizer for checkpoints without one.
+            dtype: Number format of floating-point weights. If None, the checkpoint's format.
 
         Raises:
             CheckpointError: The target already holds files, or a file of the checkpoint is missing.
@@ -179,7 +179,7 @@ BACKEND_CLASSES: Registry[TrainingBackend] = Registry("training backend", Traini
 
 
 def training_backend(policy: PolicyConfig) -> TrainingBackend:
-    """Make the backend that a section `policy` names.
+    """Make the backend that a section `policy` selects.
 
     Raises:
         ConfigError: No backend is enabled, or `training_backend.name` is not the class of a backend.
@@ -192,7 +192,7 @@ def training_backend(policy: PolicyConfig) -> TrainingBackend:
 
 
 def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> TrainingBackend:
-    """Make the backend that wrote a checkpoint, by the configuration in the step folder. The default is DTensor.
+    """Make the backend that wrote a checkpoint, from the configuration in the step folder. The default is DTensor.
 
     Args:
         config_file: File of the configuration, if it is not in the step folder.
@@ -217,7 +217,7 @@ def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> Traini
 
 
 def _make(own: str | None, enabled: Sequence[str]) -> TrainingBackend:
-    """Make the user's backend by its dotted name, or else the backend of the first enabled section."""
+    """Make the user's backend by its dotted name, or the backend of the first enabled section."""
     if own is None and not enabled:
         keys = " or ".join(f"policy.{name}.enabled=true" for name in BACKENDS)
         raise ConfigError(f"no training backend is enabled: set {keys}.")
@@ -238,7 +238,7 @@ def convert_dcp_to_hf(
     Args:
         dcp_ckpt_path: A step folder, or its `policy/weights`.
         model_name_or_path: Has no effect, because a checkpoint names its model.
-        tokenizer_name_or_path: Tokenizer for checkpoints that have none.
+        tokenizer_name_or_path: Tokenizer for checkpoints without one.
         overwrite: Whether to replace an existing folder at the end. If not, the folder must be new or empty.
         hf_overrides: Values that replace those of the exported `config.json`.
 
@@ -269,16 +269,16 @@ logger = logging.getLogger(__name__)
 
 
 class FolderBackend(TrainingBackend):
-    """A backend whose checkpoints are folders of one model."""
+    """A backend whose checkpoints are folders with one model."""
 
     section: ClassVar[str]
     """Name of the backend's section in `policy`."""
     kind: ClassVar[str] = ""
     """Text that follows "policy checkpoint" in messages."""
     tensor_folder: ClassVar[str]
-    """Subfolder of a weights folder that holds the tensors."""
+    """Subfolder of a weights folder with the tensors."""
     tensor_files: ClassVar[str]
-    """Pattern of files in this subfolder."""
+    """Pattern of the files in this subfolder."""
 
     @abstractmethod
     def described_folder(self, weights: Path) -> Path:
@@ -286,7 +286,7 @@ class FolderBackend(TrainingBackend):
 
     @abstractmethod
     def write_model(self, weights: Path, target: Path, dtype: torch.dtype | None) -> None:
-        """Write a checkpoint's model as a folder that `from_pretrained` loads. A `dtype` of None keeps the dtype."""
+        """Write a checkpoint's model as a folder for `from_pretrained`. If `dtype` is None, dtypes are kept."""
 
     @abstractmethod
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
@@ -308,7 +308,7 @@ class FolderBackend(TrainingBackend):
             raise ConfigError(f"{section}.{self.section}: {error}") from error
 
     def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
-        """Write the tokenizer, and optionally a copy of the model in `precision` into `model/consolidated`."""
+        """Write the tokenizer and, if `precision` is given, a copy of the model into `model/consolidated`."""
         from nemo_rl.models.huggingface.load import torch_dtype
 
         tokenizer.save_pretrained(str(self.described_folder(weights)))
@@ -332,12 +332,12 @@ class FolderBackend(TrainingBackend):
                 return folder
         raise CheckpointError(
             f"{str(given)!r} is no policy checkpoint{self.kind}: neither it nor its policy/weights has a folder "
-            f"{self.tensor_folder} with {self.tensor_files}. Give a step folder, for example "
-            "results/grpo/step_10, or its policy/weights."
+            f"{self.tensor_folder} with {self.tensor_files}. Give a step folder, for example results/grpo/step_10, or "
+            "its policy/weights."
         )
 
     def export(self, weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
-        """See `TrainingBackend.export`.
+        """Export a checkpoint as a Hugging Face folder (`TrainingBackend.export`).
 
         Raises:
             CheckpointError: the target already holds files, there is no tokenizer, a file of the weights is damaged, or
@@ -364,7 +364,7 @@ class FolderBackend(TrainingBackend):
         logger.info("Exported %s to %s.", source, target)
 
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """See `TrainingBackend.verify_export`. The outputs are compared in float32 on the CPU.
+        """Compare the outputs of export and checkpoint, in float32 on the CPU.
 
         The checkpoint is read into a model with random weights, and the exported folder is read by `from_pretrained`. A
         message on the console says that the comparison is running.

@@ -1,9 +1,9 @@
-"""Turn one microbatch of rows into model inputs, and scored tokens back into `[b, T - 1]`.
+"""Convert a microbatch of rows to model inputs, and the scores of tokens back to `[b, T - 1]`.
 
 A microbatch (`[b, T]`, right padded) is either padded and trimmed to its longest row, or packed: all rows are
-concatenated to one row, with positions that restart. Packed rows have one copy of the tokens that they share, if the
-driver has found such tokens (`shared_prefixes`). No attention mask is made: with right padding and causal attention no
-real token sees padding, and an all-ones mask would disable transformers' own packing detection.
+concatenated to one row, and positions restart in each. Packed rows have one copy of the tokens that they share, if the
+driver has found such tokens (`shared_prefixes`). There is no attention mask: with right padding and causal attention,
+no real token sees padding, and an all-ones mask would disable transformers' own packing detection.
 
 Invariant: the loss gets the same `[b, T - 1]` log-probabilities, in the same places, padded or packed.
 """
@@ -35,7 +35,7 @@ class InputLayout:
     packed: bool
     """Whether rows are concatenated instead of being padded."""
     round_to: int = 1
-    """Number to whose multiples the model's sequence length is rounded up."""
+    """The model's sequence length is rounded up to a multiple of this number."""
 
 
 @dataclass(frozen=True)
@@ -45,33 +45,33 @@ class ModelInputs:
     model_inputs: dict[str, Any]
     """Keyword arguments of the model."""
     positions_K: Tensor
-    """Indices into the flattened model tokens whose successor is scored."""
+    """Indices of the flattened model tokens whose successor is scored."""
     targets_K: Tensor
     """Token ids of the successors. `[K, k]` if k ids are scored at each position."""
     places_K: Tensor
-    """Indices of the scores in the flattened `[b, T - 1]`. With `score_N` the shape is `[N]`."""
+    """Indices of the scores in flattened `[b, T - 1]`. With `score_N`, the shape is `[N]`."""
     shape: tuple[int, int]
-    """`(b, T - 1)`."""
+    """Shape `(b, T - 1)` of the scores of all tokens."""
     unfiltered: bool = False
-    """Whether to score under the temperature that the policy samples with, but without top-k and top-p."""
+    """Whether to score with the sampling temperature but without top-k and top-p."""
     top_k: TopK | None = None
-    """If set, the largest logits of each position and their ids are returned, instead of scores of targets."""
+    """If set, return the largest logits of each position with their ids, instead of scores of targets."""
     real_tokens: Tensor | None = None
     """`[b, T]` bool with the shape of `input_ids`, False on padding. If None, all tokens are real."""
     score_N: Tensor | None = None
-    """`[N]` int64, the index of the score for each place, if several rows share a scored token. If None, each score has
-    one place."""
+    """`[N]` int64, the index of the score for each position of `[b, T - 1]`, if several rows share scored tokens. If
+    None, each score has one position."""
     routed_experts: Tensor | None = None
     """`[b, T, L, k]` in the layout of `input_ids`, the experts that the engine chose in each of L layers, -1 if not
     reported. None if no token has experts. Backends replay them if `policy.router_replay` is enabled."""
 
     @property
     def further_names(self) -> list[str]:
-        """Names of the arguments in `model_inputs` that come from `row_inputs` and have no token axis."""
+        """Names of the arguments from `row_inputs` in `model_inputs` that have no token axis."""
         return [name for name in self.model_inputs if name not in TOKEN_ARGUMENTS]
 
     def scatter(self, values_K: Tensor) -> Tensor:
-        """Put per-token values, with their gradients, at their places in `[b, T - 1]`. All other places are 0.
+        """Put per-token values, with their gradients, at their positions in `[b, T - 1]`. All other positions are 0.
 
         Args:
             values_K: `[K]`, or `[K, k]` for `[b, T - 1, k]`.
@@ -91,12 +91,12 @@ def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[Bat
 
 
 def training_targets(rows: BatchedDataDict[Any]) -> Tensor:
-    """Return which successors a loss can count, `[b, T - 1]` bool, by their `token_mask` and the `sample_mask`."""
+    """Return a `[b, T - 1]` bool mask of the successors that a loss may count, by `token_mask` and `sample_mask`."""
     return (rows["token_mask"][:, 1:] > 0) & (rows["sample_mask"][:, None] > 0)
 
 
 def all_targets(rows: BatchedDataDict[Any]) -> Tensor:
-    """Return every real token that has a predecessor, `[b, T - 1]` bool."""
+    """Return a `[b, T - 1]` bool mask of the real tokens with a predecessor."""
     index = torch.arange(1, rows["input_ids"].shape[1])
     return index[None, :] < rows["input_lengths"][:, None]
 
@@ -120,18 +120,18 @@ def build_model_inputs(
 
 
 def build_training_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows to score the targets that a loss can count (see `build_model_inputs`)."""
+    """Lay out the rows for scores of the targets that a loss may count (`build_model_inputs`)."""
     return build_model_inputs(rows, training_targets(rows), layout, device)
 
 
 def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows to score the teacher's top-k tokens, under the softmax over all tokens.
+    """Lay out the rows for scores of the teacher's top-k tokens, under the softmax over all tokens.
 
     Args:
         rows: Keys of a training batch, and `teacher_topk_indices [b, T, k]`. Position t belongs to the distribution
             after token t.
     """
-    inputs = _each_place(build_training_inputs(rows, layout, device))  # rows may have other teachers' tokens
+    inputs = _each_place(build_training_inputs(rows, layout, device))  # the teacher's tokens differ by row
     num_rows, width = inputs.shape
     indices = to_device(rows["teacher_topk_indices"][:, :width], device)
     targets_Kk = indices.reshape(num_rows * width, -1).index_select(0, inputs.places_K).long()
@@ -139,7 +139,7 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
 
 
 def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows of one microbatch to score whole rows. K = b: the scored positions are the rows' last tokens.
+    """Lay out the rows of a microbatch for scores of whole rows. K = b, and the scored positions are the last tokens.
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
@@ -151,12 +151,12 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
 
 
 def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows for the largest logits after every token, as `top` says (see `build_position_inputs`)."""
+    """Lay out the rows for the largest logits after every token, as selected by `top`."""
     return replace(build_position_inputs(rows, layout, device), top_k=top)
 
 
 def build_position_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows of one microbatch for the model's outputs after every real token, including the last one.
+    """Lay out the rows of a microbatch for the model's outputs after every real token, including the last.
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
@@ -181,7 +181,7 @@ def _scored_at(
     layout: InputLayout,
     device: torch.device,
 ) -> ModelInputs:
-    """Lay out rows whose tokens at the given rows and columns are scored (see `ModelInputs`)."""
+    """Lay out rows for scores of the tokens at the given rows and columns (`ModelInputs`)."""
     model_inputs, places, real = _lay_out(rows, layout)
     experts = None
     if ROUTED_EXPERTS in rows:
@@ -203,9 +203,9 @@ def _scored_at(
 
 
 def _scored_once(positions_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the distinct positions, their targets, and for each given position the index of its distinct position.
+    """Return distinct positions, their targets, and the index of each given position among them.
 
-    A token that rows share has the same target in all of them. The index is None if all positions are distinct.
+    A shared token has the same target in all of its rows. The index is None if all positions are distinct.
     """
     positions_K, score_N = positions_N.unique(return_inverse=True)
     if len(positions_K) == len(positions_N):
@@ -214,7 +214,7 @@ def _scored_once(positions_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor
 
 
 def _each_place(inputs: ModelInputs) -> ModelInputs:
-    """Return inputs in which each place has its own score."""
+    """Return inputs with a separate score for each position."""
     if inputs.score_N is None:
         return inputs
     positions_K, targets_K = (each.index_select(0, inputs.score_N) for each in (inputs.positions_K, inputs.targets_K))
@@ -255,7 +255,7 @@ def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
 
 
 def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str, Any], Places, Tensor]:
-    """Return the model's arguments, the function of places, and which of the model's tokens are real."""
+    """Return the model's arguments, the function that locates tokens, and a mask of the real tokens."""
     input_ids, lengths = rows["input_ids"], rows["input_lengths"].tolist()
     if layout.packed and SHARED_PREFIXES in rows and rows[SHARED_PREFIXES][:, 1].any():
         shared = share_prefixes(input_ids, lengths, prefixes_of(rows[SHARED_PREFIXES]), layout.round_to)
@@ -274,7 +274,7 @@ def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str,
 
 
 def _further_inputs(rows: BatchedDataDict[Any], layout: InputLayout, width: int) -> dict[str, Tensor]:
-    """Return the arguments from `row_inputs`, and positions if a row has its own position rule."""
+    """Return the arguments from `row_inputs`, with positions if a row has its own position rule."""
     column = rows[ROW_INPUTS]
     arguments = forward_arguments(column)
     if has_position_rule(column):
@@ -284,7 +284,7 @@ def _further_inputs(rows: BatchedDataDict[Any], layout: InputLayout, width: int)
 
 
 def _from(starts_B: Tensor) -> Places:
-    """Return the places of tokens of rows that are stored contiguously from the given starts."""
+    """Return the locations of tokens of rows that are stored contiguously from the given starts."""
     return lambda row_K, column_K: starts_B[row_K] + column_K
 
 
@@ -302,7 +302,7 @@ def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[st
 
 
 def _packed(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
-    """Concatenate rows. Tokens added by rounding form a separate segment, to which no row attends."""
+    """Concatenate rows. Tokens added by rounding form a separate segment that no row attends to."""
     segments = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
     filler = round_up(sum(lengths), round_to) - sum(lengths)
     if filler:

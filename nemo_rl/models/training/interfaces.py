@@ -1,7 +1,7 @@
-"""The interface between a training backend and the worker of its rank.
+"""Define the interface between a training backend and the worker of its rank.
 
-`policy.workers` calls a backend with `inputs`, and `backends` chooses the backend that a configuration names.
-Invariant: a backend handles tensors, meshes and files. It has no code about losses, advantages or microbatch plans.
+`policy.workers` calls a backend with `inputs`. `backends` chooses the backend of a configuration. Invariant: a backend
+handles tensors, meshes and files. It has no code about losses, advantages or microbatch plans.
 """
 
 from abc import ABC, abstractmethod
@@ -32,26 +32,26 @@ class CheckpointPaths:
     weights: Path
     """Folder of the weights."""
     optimizer: Path | None = None
-    """Folder of the state of optimizer, schedule and random numbers. If None, it is not written or read."""
+    """Folder of the state of optimizer, schedule and random numbers. If None, this state is not written or read."""
 
 
 class PolicyBackend(ABC):
     """One rank's model, in any training library. Every method is collective over all ranks.
 
     Args:
-        device: Device on which this rank computes. The process group exists already.
+        device: Device on which this rank computes. The process group must already exist.
         layout: Position of each rank on the parallel axes.
-        init_optimizer: Whether to make optimizer and schedule. A frozen scorer needs none.
+        init_optimizer: Whether to make optimizer and schedule. A frozen model needs none.
         init_reference_model: Whether to keep the initial weights for reference log-probabilities.
     """
 
     device: torch.device
     """Device on which this rank computes."""
     shares_prompts: bool = False
-    """Whether `run` accepts packed rows with one copy of the tokens that they share (`shared_prefixes`)."""
+    """Whether `run` accepts packed rows with one copy of shared tokens (`shared_prefixes`)."""
     dropped_for: Sequence[str] = ()
     """Names of this rank's tensors that were not finite when `clip_and_step` last dropped an update. Empty if the
-    backend does not report them."""
+    backend does not report names."""
     _whole_weights: tuple[torch.dtype | None, WholeWeights] | None = None
 
     @abstractmethod
@@ -68,40 +68,40 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """Forward each microbatch, pass its scores to `forward_step`, and, if `backward`, back-propagate its loss.
+        """Forward each microbatch and pass its scores to `forward_step`. If `backward`, backpropagate its loss.
 
-        `forward_step` is called in the last pipeline stage only. It gets the scores of all K tokens, even if
-        context-parallel ranks divide them. Gradients accumulate as a sum over microbatches and data-parallel ranks.
+        Only the last pipeline stage calls `forward_step`. It gets the scores of all K tokens, even if context-parallel
+        ranks divide them. Gradients accumulate as a sum over microbatches and data-parallel ranks.
         """
 
     @abstractmethod
     def clip_and_step(self) -> tuple[float, bool]:
-        """Clip gradients, update weights, and return the norm before clipping and whether the step was taken."""
+        """Clip gradients and update weights. Return the norm before clipping, and whether the step was taken."""
 
     def update_metrics(self) -> dict[str, float]:
         """Return the model's own metrics of the training passes of an update, equal on all ranks.
 
-        This is called once, after the passes. By default there are no metrics.
+        This is called once, after the passes. By default, there are no metrics.
         """
         return {}
 
     def weights_here(self) -> dict[str, Tensor]:
-        """Return this rank's part of every parameter by name, not copied, so that it can be checked for NaN.
+        """Return this rank's part of every parameter by name, without copying, for checks for NaN.
 
-        By default no parameters are returned, so none is checked.
+        By default, no parameters are returned and checked.
         """
         return {}
 
     def gradients_here(self) -> dict[str, Tensor]:
-        """Return this rank's part of every gradient by the name of its parameter, between `run` and `clip_and_step`.
+        """Return this rank's part of every gradient by parameter name, between `run` and `clip_and_step`.
 
-        By default they are taken from `weights_here`.
+        By default, the gradients are taken from `weights_here`.
         """
         weights = self.weights_here().items()
         return {name: weight.grad for name, weight in weights if weight.grad is not None}
 
     def modules_here(self) -> dict[str, nn.Module]:
-        """Return the modules of this rank by name, to find a module whose output differs from that of another run.
+        """Return the modules of this rank by name, to find modules whose outputs differ between runs.
 
         By default these are the decoder layers and the modules in them.
         """
@@ -121,7 +121,7 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def reference_weights(self) -> AbstractContextManager[None]:
-        """Run a block with the reference weights in place of the current ones."""
+        """Run a block with the reference weights instead of the current weights."""
 
     @abstractmethod
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -131,10 +131,10 @@ class PolicyBackend(ABC):
         """
 
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
-        """Return the blocks that this rank holds of the tensors of `iterate_weights`.
+        """Return the blocks of this rank of the tensors of `iterate_weights`.
 
-        With them, a rank gathers only the tensors that it sends. By default whole tensors are taken from
-        `iterate_weights`, which is called one additional time in a run to describe them.
+        They allow a rank to gather only the tensors that it sends. By default, whole tensors are taken from
+        `iterate_weights`, which is called once more per run to describe them.
         """
         if self._whole_weights is None or self._whole_weights[0] != dtype:
             self._whole_weights = (dtype, WholeWeights(lambda: self.iterate_weights(dtype), self.device))
@@ -145,9 +145,9 @@ class PolicyBackend(ABC):
         """Write the weights and, if `paths.optimizer` is set, the rest of the training state."""
 
     def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
-        """Copy the state that `save` writes, and return a function that writes it from another thread during training.
+        """Copy the state that `save` writes. Return a function that writes it from another thread during training.
 
-        By default the state is written immediately.
+        By default, the state is written immediately.
         """
         self.save(paths)
         return lambda: None
@@ -158,16 +158,16 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def decoder_layers(self) -> dict[str, nn.Module]:
-        """Return this stage's decoder layers by name, in forward order, to find the layer where engines differ."""
+        """Return this stage's decoder layers by name, in forward order, to find the layer at which engines differ."""
 
     def join_tokens(self, hidden_tD: Tensor) -> Tensor:
-        """Join one row's hidden states of a layer, `[T, D]` on the CPU, from the parts that ranks have of the row."""
+        """Join a row's hidden states of a layer, `[T, D]` on the CPU, from the ranks' parts of the row."""
         return hidden_tD
 
     @abstractmethod
     def move_optimizer_state(self, to_host: bool) -> None:
-        """Move optimizer state to host memory to make room on the device, or back."""
+        """Move optimizer state to host memory, to free device memory, or back."""
 
     @abstractmethod
     def move_weights(self, to_host: bool) -> None:
-        """Move the weights of a frozen model to host memory to make room on the device, or back."""
+        """Move the weights of a frozen model to host memory, to free device memory, or back."""

@@ -1,4 +1,4 @@
-"""Share the rules of low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) between training backends.
+"""Provide rules of low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) that all training backends use.
 
 This module selects the layers that a section names, draws the first values of A, and checks that adapters train and
 reach the engines. Invariant: results depend on the layers' names and the run's seed, not on how ranks divide the model.
@@ -24,7 +24,7 @@ ADAPTER_PARAMETERS = ("lora_A", "lora_B")
 def select_layers(available: Sequence[str], targets: Sequence[str], excluded: Sequence[str], section: str) -> list[str]:
     """Select the layers that a section names, in model order.
 
-    A pattern is a full name, the last parts of a name (`q_proj`, `self_attn.q_proj`), or has wildcards
+    A pattern is a full name, the last parts of a name (`q_proj`, `self_attn.q_proj`), or a name with wildcards
     (`*.layers.0.*`).
 
     Args:
@@ -52,13 +52,13 @@ def select_layers(available: Sequence[str], targets: Sequence[str], excluded: Se
 
 
 def select_modules(available: Sequence[str], config: LoraConfig, section: str) -> list[str]:
-    """Return the layers that a section `lora_cfg` names, in model order (see `select_layers`)."""
+    """Return the layers that a section `lora_cfg` selects, in model order (`select_layers`)."""
     targets = [] if config.match_all_linear else config.target_modules
     return select_layers(available, targets, config.exclude_modules, section)
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Make the generator of one layer's first adapter values. It is the same on all ranks and at every start.
+    """Make the generator of a layer's initial adapter values. It is the same on all ranks and at every start.
 
     Args:
         name: name of the layer in the whole model.
@@ -67,7 +67,7 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 
 def initial_a(dim: int, inputs: int, method: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Draw the first values of a whole A `[dim, inputs]`, on the CPU.
+    """Draw the initial values of a whole A `[dim, inputs]`, on the CPU.
 
     Args:
         dim: rank of the adapter.
@@ -90,10 +90,10 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 @contextmanager
 def adapters_off(adapters: Iterable[Any]) -> Iterator[None]:
-    """Run a block with the base model only.
+    """Run a block with only the base model.
 
     Args:
-        adapters: all adapters, each with `active`.
+        adapters: all adapters, with their attribute `active`.
     """
     switched = list(adapters)
     for adapter in switched:
@@ -129,7 +129,7 @@ def require_moved(changed: Mapping[str, int], section: str) -> None:
 
 
 def require_on_some_rank(arrives: bool, device: torch.device, section: str) -> None:
-    """Check that an exported weight differed from the base on at least one rank, in a collective call.
+    """Check that an exported weight differed from the base on at least one rank. The call is collective.
 
     Raises:
         WeightSyncError: it differed on no rank.
@@ -149,7 +149,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _listed(available: Sequence[str]) -> str:
-    """List the layers that a pattern can name: each last part once, with an example of a full name."""
+    """List the layer names that a pattern can contain: the last part of each, with an example of a full name."""
     kinds = sorted({name.rpartition(".")[2] for name in available})
     if not kinds:
         return "The model has no linear layers besides its output head."

@@ -1,6 +1,6 @@
-"""Check that a model divides over a mesh, with the arithmetic and the messages that all backends share.
+"""Check that a mesh divides a model, with the arithmetic and messages of all backends.
 
-Invariant: a finding has the given size, the arithmetic and the nearest sizes that fit the model and the ranks.
+Invariant: a finding contains the given size, the arithmetic, and the nearest sizes that fit the model and the ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,14 +16,14 @@ from nemo_rl.config.schema.model.parallel import BackendSection
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 
 _WHOLE_SEQUENCE = {"full_attention", "sliding_attention", "attention"}
-"""Kinds of layers that need only the keys and values of other tokens."""
+"""Kinds of layers in which tokens use only the keys and values of other tokens."""
 _KINDS = ("layer_types", "layers_block_type", "block_types")
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 @dataclass(frozen=True)
 class Divided:
-    """A part of a model, such as its heads, that ranks divide equally."""
+    """A part of a model, such as its heads, that ranks divide into equal shares."""
 
     what: str
     """Name of the part, for messages."""
@@ -46,7 +46,7 @@ class Mesh:
 
     @property
     def asked(self) -> BackendSection:
-        """The backend's section."""
+        """Return the backend's section."""
         return self.policy.backend_section
 
     def name(self, axis: str) -> str:
@@ -54,7 +54,7 @@ class Mesh:
         return f"{self.asked.size_keys[axis]}={self.asked.size(axis)}"
 
     def key(self, axis: str) -> str:
-        """Return the full key of an axis with its value, as the user writes it."""
+        """Return the full key of an axis with its value, as in the user's configuration."""
         return f"{self.keys}.{self.name(axis)}"
 
     def alone(self, axis: str) -> str:
@@ -62,17 +62,17 @@ class Mesh:
         return f"Set {self.keys}.{self.asked.size_keys[axis]}=1."
 
     def count(self, *names: str) -> int | None:
-        """Return the number of the first of these fields that the configuration sets, or None if it sets none.
+        """Return the value of the first of these fields that the configuration sets, or None.
 
-        A number of 0 counts as not set. If a field has a number for each layer, the largest one is returned.
+        A value of 0 counts as not set. If a field has a value per layer, the largest value is returned.
         """
         return next((max(values) for name in names if (values := self.numbers(name))), None)
 
     def numbers(self, name: str) -> list[int]:
-        """Return the distinct numbers of a field, which may have one for all layers, one per layer, or none."""
+        """Return the distinct values of a field, which may have one value for all layers, one per layer, or none."""
         try:
             value = getattr(self.model, name, None)
-        except RuntimeError:  # transformers raises it if the field differs by layer
+        except RuntimeError:  # raised by transformers if layers differ
             layers = getattr(self.model, "per_layer_config", ())
             value = [getattr(layer, name, None) for layer in layers]
         values = value if isinstance(value, list | tuple) else [value]
@@ -89,7 +89,7 @@ class Mesh:
         return self.count("num_hidden_layers") or 1
 
     def sizes(self, axis: str) -> list[int]:
-        """Return the sizes of an axis that fit the number of ranks if all other axes stay as they are."""
+        """Return the sizes of an axis that fit the number of ranks if all other axes keep their sizes."""
         layout = self.layout
         if axis == "ep":
             most = layout.dp_shard * layout.cp * layout.tp // self.asked.size("etp")
@@ -102,18 +102,18 @@ class Mesh:
         return [size for size in range(1, most + 1) if most % size == 0]
 
     def advice(self, given: int, fitting: Sequence[int]) -> str:
-        """Return the advice that names the fitting sizes nearest to the given size."""
+        """Return advice that names the fitting sizes nearest to the given size."""
         near = sorted(sorted(fitting, key=lambda size: (abs(size - given), size))[:2])
         return f"Nearest sizes that fit the model and {self.layout.num_ranks} ranks: {', '.join(map(str, near))}."
 
     def divided(self, what: str, *fields: str) -> Iterator[Divided]:
-        """Yield the part that the first of these fields counts, if the configuration has such a field."""
+        """Yield the part whose size is the first of these fields, if the configuration has one."""
         field = next((field for field in fields if self.numbers(field)), None)
         if field is not None:
             yield from (Divided(f"{what} ({field})", number) for number in self.numbers(field))
 
     def indivisible(self, axis: str, divided: Iterable[Divided]) -> Findings:
-        """Report the parts that an axis does not divide, with the arithmetic and the nearest sizes that do."""
+        """Report the parts that an axis does not divide, with the arithmetic and the nearest possible sizes."""
         size, divided = self.asked.size(axis), list(divided)
         fitting = [other for other in self.sizes(axis) if all(each.count % other == 0 for each in divided)]
         for each in divided:
@@ -125,7 +125,7 @@ class Mesh:
 
 
 def divided_layers(mesh: Mesh) -> Iterator[Divided]:
-    """Yield the parts of any architecture's layers that tensor-parallel ranks divide, except routed experts."""
+    """Yield the parts of layers that tensor-parallel ranks divide in every architecture, except routed experts."""
     model = mesh.model
     yield from mesh.divided("attention heads", "num_attention_heads")
     yield from mesh.divided("heads of keys and values", "num_key_value_heads")

@@ -1,4 +1,4 @@
-"""Lay out a packed microbatch so that tokens that several rows have in common are there only once.
+"""Lay out a packed microbatch so that it contains tokens that several rows share only once.
 
     row 0: p a b          packed:  p a b, p a c, p d, e
     row 1: p a c    ─►
@@ -7,10 +7,10 @@
 
 All operations except attention treat tokens one by one, and a token's hidden state depends only on the tokens before
 it. So the samples of a group need their prompt only once, and the branches of a session their common answers: 16
-answers as long as their prompt take 17 parts instead of 32. Only attention needs whole rows: the keys of each part are
-preceded by the keys of all parts before it. A shared token is scored once, and each of its rows gets the score, so that
-the loss of each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows except
-for the last digits, because sums have another order. `data.common_prefixes` finds the tokens that rows share.
+answers as long as their prompt take 17 parts instead of 32. Only attention needs whole rows: the keys of each part
+follow the keys of all parts before it. A shared token is scored once, and each of its rows gets the score, so that the
+loss of each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows except for
+the last digits, because sums have another order. `data.common_prefixes` finds the tokens that rows share.
 
 Source: Prefix Grouper (Liu et al. 2025, arXiv:2506.05433), here extended to trees.
 """
@@ -28,11 +28,11 @@ from nemo_rl.models.attention.plan import AttentionPlan, Piece
 
 
 class SharedPrefixes:
-    """The `DividedRow` of this layout: in attention, the keys of a part are preceded by those of all parts before it.
+    """The `DividedRow` of this layout. In attention, the keys of a part follow those of all parts before it.
 
     Args:
         lengths: Number of tokens of each part of the layout. Their sum is the layout's length.
-        parents: For each part, the part before it in its rows (earlier in the layout), or None if it begins rows.
+        parents: For each part, the part before it in its rows (earlier in the layout). None if rows begin with it.
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
@@ -45,15 +45,15 @@ class SharedPrefixes:
         self.plan = AttentionPlan([Piece(*query, *key) for query, key in zip(*bounds, strict=True)])
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `DividedRow`."""
+        """Put the keys and values of its prefix before those of each part (`DividedRow.enter`)."""
         return query, self._with_prefixes(key), self._with_prefixes(value)
 
     def leave(self, out: Tensor) -> Tensor:
-        """See `DividedRow`."""
+        """Return the output unchanged (`DividedRow.leave`)."""
         return out
 
     def heads_of(self, per_head: Tensor) -> Tensor:
-        """See `DividedRow`."""
+        """Return all entries, because each rank has all heads (`DividedRow.heads_of`)."""
         return per_head
 
     def _with_prefixes(self, tensor: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class SharedPrefixes:
 
 
 class _Spread(torch.autograd.Function):
-    """Repeat scores, and sum the gradients of one score in the order of its places.
+    """Repeat scores in the forward pass. In the backward pass, sum a score's gradients in the order of its positions.
 
-    On a GPU, plain indexing sums these gradients in any order, so updates would differ in their last bits.
+    On a GPU, plain indexing sums gradients in any order, so the last bits of updates would vary.
     """
 
     @staticmethod
@@ -82,11 +82,11 @@ class _Spread(torch.autograd.Function):
 
 
 def spread(scores_K: Tensor, score_N: Tensor) -> Tensor:
-    """Return the score of each place, `[N, ...]`, with a gradient that is the same each time, bit for bit.
+    """Return the score of each position, `[N, ...]`, with a gradient that is reproducible bit for bit.
 
     Args:
         scores_K: `[K, ...]`, scores of tokens, which several rows may share.
-        score_N: `[N]` int64, index of the score of each place. Every score has a place.
+        score_N: `[N]` int64, index of the score of each position. Every score has a position.
     """
     spread_N: Tensor = _Spread.apply(scores_K, score_N)
     return spread_N
@@ -94,43 +94,43 @@ def spread(scores_K: Tensor, score_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """The places of the rows' tokens."""
+    """The locations of the rows' tokens in the layout."""
 
     model_inputs: dict[str, Any]
-    """Keyword arguments of the model, as for a packed row, but with `divided_row` instead of the rows' bounds."""
+    """Keyword arguments of the model, as for a packed row, with `divided_row` instead of the rows' bounds."""
     places_BT: Tensor
-    """Place of each token of each row in the layout. 0 on padding."""
+    """Index in the layout of each token of each row. 0 on padding."""
     num_tokens: int
-    """Number of tokens of all parts, without the rounding."""
+    """Number of tokens of all parts, before rounding."""
 
     def places(self, row_K: Tensor, column_K: Tensor) -> Tensor:
-        """Return the places of the rows' tokens in the layout."""
+        """Return the indices in the layout of the given tokens of rows."""
         return self.places_BT[row_K, column_K]
 
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """A part of the layout: consecutive tokens of one or several rows."""
+    """A part of the layout, which consists of consecutive tokens of one or several rows."""
 
     row: int
-    """A row that has these tokens."""
+    """A row that contains these tokens."""
     start: int
     """Column of the first token in the row."""
     stop: int
     """Column after the last token in the row."""
     parent: int | None
-    """Index of the part before these tokens. None if they begin rows."""
+    """Index of the part before these tokens. None if rows begin with them."""
 
 
 def share_prefixes(input_ids: Tensor, lengths: Sequence[int], prefixes: Prefixes, round_to: int) -> SharedLayout:
     """Lay out the rows of a microbatch: first the nodes of their tree, then each row's own part, fewest keys first.
 
-    In this order, parts of the same length are neighbours, so that one kernel call computes them.
+    In this order, parts of equal length are adjacent, so that one kernel call computes them.
 
     Args:
         input_ids: `[b, T]` int64, right padded.
         prefixes: Tree of all rows.
-        round_to: Number to whose multiples the layout is rounded up, by a part to which no row attends.
+        round_to: The layout is rounded up to a multiple of this number, by a part that no row attends to.
     """
     parts, of_row = _parts(lengths, prefixes)
     starts = list(accumulate((part.stop - part.start for part in parts), initial=0))
@@ -157,7 +157,7 @@ def share_prefixes(input_ids: Tensor, lengths: Sequence[int], prefixes: Prefixes
 
 
 def _parts(lengths: Sequence[int], prefixes: Prefixes) -> tuple[list[_Neighbours], list[int | None]]:
-    """Return the parts in their order in the layout, and for each row the index of its own part."""
+    """Return the parts in layout order, and the index of each row's own part."""
     nodes = prefixes.nodes
     parts: list[_Neighbours] = []
     number_of: dict[int, int | None] = {0: None}

@@ -1,11 +1,11 @@
-"""Check tensors for values that are not finite, and describe tensors by numbers that can be compared elsewhere.
+"""Check tensors for non-finite values, and compute fingerprints of tensors that other machines can compare.
 
-Invariant of the checks for NaN and infinity: they cost one pass over the memory, no copy of it, and one transfer from
-each device, whatever the number of tensors.
+Invariant of the checks for NaN and infinity: they need one pass over the memory without a copy, and one transfer per
+device for any number of tensors.
 
 A fingerprint describes a tensor by a few numbers, so that two machines can compare tensors that neither of them stores.
-It is a sum over the elements, each with its index in the whole tensor. So the fingerprints of disjoint pieces of a
-tensor add up to that of the whole tensor, whatever ranks hold the pieces. Invariant: the checksum of equal bits is
+It is a sum over the elements, each with its index in the whole tensor. Therefore the fingerprints of disjoint pieces of
+a tensor add up to that of the whole tensor, for any division among ranks. Invariant: the checksum of equal bits is
 equal on every device and for every division. The other numbers are close if the elements are close.
 """
 
@@ -28,10 +28,10 @@ _MOST_NAMES = 8
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that hold NaN or infinity.
+    """Return the names of the tensors that contain NaN or infinity.
 
     Args:
-        tensors: Tensors of any shape and dtype, on any device. Of a DTensor, this rank's part is checked. Tensors that
+        tensors: Tensors of any shape and dtype, on any device. This rank's part of a DTensor is checked. Tensors that
             are empty, on the meta device, of integers or in an 8-bit format are skipped.
     """
     looked_at = {name: held_here(tensor) for name, tensor in tensors.items()}
@@ -41,7 +41,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         by_device.setdefault(tensor.device, []).append(name)
     found = []
     for names in by_device.values():
-        # The extremes are NaN if any value is NaN. `isfinite` would need memory for its result.
+        # # The extremes are NaN if any value is NaN. `isfinite` would need memory for its result.
         extremes = torch.stack([torch.stack(torch.aminmax(looked_at[name])).float() for name in names])
         finite = extremes.isfinite().all(dim=1).tolist()
         found += [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
@@ -53,7 +53,7 @@ def _may_not_be_finite(tensor: Tensor) -> bool:
 
 
 def on_all_ranks(names: list[str]) -> list[str]:
-    """Return the names found on any rank, in the order of ranks, in a collective call."""
+    """Return the names found on any rank, in the order of ranks. The call is collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return names
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -73,7 +73,7 @@ def require_finite(tensors: Mapping[str, Tensor], whose: str, advice: str) -> No
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join the first few names, followed by the number of the remaining ones."""
+    """Join the first few names, and append the number of the remaining names."""
     given = list(names)
     more = len(given) - _MOST_NAMES
     return ", ".join(given[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
@@ -94,24 +94,24 @@ def parts_to_sum(tensor: Tensor) -> Sequence[Tensor]:
 
 
 _CHUNK = 1 << 20
-"""Number of elements that are processed at a time, which limits the temporary memory to a few int64 copies of them."""
+"""Number of elements processed at a time, which limits temporary memory to a few int64 copies of them."""
 _NUM_SKETCHES = 4
 _MASK = (1 << 64) - 1
 _FACTORS = (-7046029254386353131, -4658895280553007687)
-"""Odd constants of the mixing function splitmix64, as signed numbers."""
+"""Odd constants of the mixing function splitmix64, as signed integers."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Numbers that describe a tensor or pieces of a tensor."""
+    """Numbers that describe a tensor or a set of its pieces."""
 
     checksum: int = 0
-    """Sum modulo 2^64 of the elements' bits, each times an odd number that is computed from the element's index."""
+    """Sum modulo 2^64 of the elements' bits, each multiplied by an odd number computed from the element's index."""
     square_sum: float = 0.0
     sketch: tuple[float, ...] = (0.0,) * _NUM_SKETCHES
-    """Sums of the elements with signs that are computed from their indices. The mean square of the difference of two
-    sketches estimates the squared distance of the tensors."""
+    """Sums of the elements, with signs computed from their indices. The mean square of the difference of two sketches
+    estimates the squared distance of the tensors."""
 
     def __add__(self, other: Self) -> "Fingerprint":
         sketch = tuple(mine + its for mine, its in zip(self.sketch, other.sketch, strict=True))
@@ -123,7 +123,7 @@ class Fingerprint:
         return math.sqrt(self.square_sum)
 
     def distance(self, other: "Fingerprint") -> float:
-        """Estimate the distance of two tensors, usually right within a factor of 2. It is 0 if the bits are equal.
+        """Estimate the distance of two tensors, usually within a factor of 2. It is 0 if the bits are equal.
 
         The distance is infinite if one of the tensors is not finite.
         """
@@ -134,7 +134,7 @@ class Fingerprint:
         return apart if math.isfinite(apart) else math.inf
 
     def as_json(self) -> list[Any]:
-        """Return plain values for a file of JSON."""
+        """Return plain values for a JSON file."""
         return [f"{self.checksum:016x}", self.square_sum, *self.sketch]
 
     @classmethod
@@ -144,17 +144,17 @@ class Fingerprint:
 
 
 BlockFingerprints = dict[str, tuple[TensorBlock, Fingerprint]]
-"""Block that a rank holds of each tensor, and the block's fingerprint. Tensors without a block are left out."""
+"""Block of each tensor on a rank, with the block's fingerprint. Tensors without a block are left out."""
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor, shape: Sequence[int] | None = None, block: TensorBlock | None = None) -> Fingerprint:
-    """Compute the fingerprint of a tensor, or of a block of one.
+    """Compute the fingerprint of a tensor or of a block of a tensor.
 
     Args:
         tensor: The elements.
         shape: Shape of the whole tensor. If None, `tensor` is the whole tensor.
-        block: Place of the elements in the whole tensor. If None, `tensor` is the whole tensor.
+        block: Location of the elements in the whole tensor. If None, `tensor` is the whole tensor.
     """
     shape = tuple(tensor.shape if shape is None else shape)
     block = whole_block(shape) if block is None else block
@@ -176,7 +176,7 @@ def fingerprints_here(tensors: Mapping[str, Tensor]) -> BlockFingerprints:
 
 
 def joined(of_ranks: Iterable[BlockFingerprints]) -> dict[str, Fingerprint]:
-    """Return the fingerprints of whole tensors, as sums over blocks. A block on several ranks counts once."""
+    """Return the fingerprints of whole tensors, as sums over blocks. A block on several ranks is counted once."""
     found: dict[str, dict[TensorBlock, Fingerprint]] = {}
     for of_rank in of_ranks:
         for name, (block, of_block) in of_rank.items():
@@ -185,23 +185,23 @@ def joined(of_ranks: Iterable[BlockFingerprints]) -> dict[str, Fingerprint]:
 
 
 def added(parts: Iterable[Fingerprint]) -> Fingerprint:
-    """Add fingerprints of disjoint pieces."""
+    """Add the fingerprints of disjoint pieces."""
     return sum(parts, Fingerprint())
 
 
 def _indices(block: TensorBlock, shape: tuple[int, ...], start: int, chunk: Tensor) -> Tensor:
-    """Return the indices in the flattened whole tensor of the elements of a chunk of a flattened block, int64.
+    """Return the int64 indices, in the flattened whole tensor, of a chunk of a flattened block.
 
     Args:
-        block: place of the block in the whole tensor.
+        block: location of the block in the whole tensor.
         shape: shape of the whole tensor.
-        start: place of the chunk's first element in the flattened block.
+        start: position of the chunk's first element in the flattened block.
         chunk: the elements.
     """
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     first = sum(index * stride for index, stride in zip(block.starts, strides, strict=True))
     rest = torch.arange(start, start + len(chunk), device=chunk.device)
-    if block.shape[1:] == shape[1:]:  # whole rows follow each other in both
+    if block.shape[1:] == shape[1:]:  # rows are contiguous in both
         return rest + first
     indices = torch.full_like(rest, first)
     for size, stride in zip(reversed(block.shape), reversed(strides), strict=True):
@@ -218,6 +218,6 @@ def _of_chunk(values: Tensor, index: Tensor) -> Fingerprint:
     checksum = int((bits * (mixed | 1)).sum()) & _MASK
     numbers = values.double()
     total = numbers.sum()
-    # A sum with signs is the sum of all elements, minus twice the sum of the elements with a minus sign.
+    # # A signed sum is the sum of all elements minus twice the sum of the elements with a minus sign.
     sketch = torch.stack([total - 2 * (numbers * (mixed >> bit & 1)).sum() for bit in range(8, 8 + _NUM_SKETCHES)])
     return Fingerprint(checksum, float(numbers.square().sum()), tuple(sketch.tolist()))

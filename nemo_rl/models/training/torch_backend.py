@@ -1,11 +1,11 @@
-"""Share code between the library's own training backends: reference weights, saving, and state in host memory.
+"""Provide the library's training backends with reference weights, saving, and state in host memory.
 
 The reference is a copy of the initial weights in host memory, or the model without its adapters, which needs no copy.
 The parts of a checkpoint are prepared before they are written, and copied if training continues during the write. While
 other models use the device, a model's state can be kept in host memory.
 
-Invariants: a `Write` writes the state as it was when it was prepared, provided that `Keep` copied it. Host memory is
-allocated once for each tensor, page-locked if a GPU copies from and to it, and reused by every later move. The state
+Invariants: if `Keep` copies the state, a `Write` writes the state at the time of its preparation. Host memory is
+allocated once for each tensor and reused by later moves. It is page-locked if a GPU copies from and to it. The state
 returns to the device unchanged, bit for bit.
 """
 
@@ -33,11 +33,11 @@ from nemo_rl.weight_sync.exchange import everywhere
 type Keep = Callable[[str, Tensor], Tensor]
 """Function from a name and a tensor to the tensor to write: itself, or a copy that later updates do not change."""
 type Write = Callable[[dist.ProcessGroup | None], None]
-"""Function that writes a prepared part of a checkpoint. The process group synchronises ranks. None is the default."""
+"""Function that writes a prepared part of a checkpoint. Its argument is the group of ranks (None: default group)."""
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor itself, for a part that is written immediately."""
+    """Return the tensor itself, for parts that are written immediately."""
     return tensor
 
 
@@ -45,7 +45,7 @@ class HostMemory:
     """Named copies of tensors in host memory.
 
     Args:
-        pinned: Whether to page-lock the memory, so that copies to and from a GPU are asynchronous (see
+        pinned: Whether to page-lock the memory for asynchronous copies to and from a GPU (see
             `host.device.exact_page_locking`).
     """
 
@@ -57,7 +57,7 @@ class HostMemory:
         """Copy a tensor, sharded or not, into the memory of this name.
 
         Returns:
-            The copy, which the next `store` under the same name overwrites. A copy from a GPU can be read on the host
+            The copy, which the next `store` with this name overwrites. A copy from a GPU can be read on the host
             after a synchronisation, and by later work of the same GPU immediately.
         """
         held = self._copies.get(name)
@@ -72,9 +72,9 @@ class HostMemory:
 
 @torch.no_grad()
 def move_state(optimizer: Optimizer, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
-    """Move an optimizer's state, except step counts, from a device into host memory or back.
+    """Move an optimizer's state from a device to host memory or back, except step counts.
 
-    State on other devices stays where it is. So do entries that are the parameter itself.
+    State on other devices is not moved, and neither are entries that are the parameter itself.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
@@ -91,13 +91,13 @@ def move_state(optimizer: Optimizer, memory: HostMemory, device: torch.device, *
 
 @torch.no_grad()
 def move_weights(model: nn.Module, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
-    """Move a model's parameters and buffers into host memory or to a device. They must be resharded already."""
+    """Move a model's parameters and buffers to host memory or to a device. They must already be resharded."""
     if not to_host:
         model._apply(lambda tensor: _copy(tensor, device))
         return
     named = [*model.named_parameters(), *model.named_buffers()]
     copies = {id(tensor): memory.store(name, tensor) for name, tensor in named}
-    # FSDP2 reads the tensors from `_apply` on the host, where it pads an uneven shard into separate memory.
+    # # FSDP2 reads the tensors from `_apply` on the host, where it pads an uneven shard into separate memory.
     device_for(uses_gpu=device.type != "cpu").synchronize()
     model._apply(lambda tensor: copies[id(tensor)])
 
@@ -111,21 +111,21 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class TorchBackend(PolicyBackend):
-    """A backend of this library."""
+    """Base class of the library's training backends."""
 
     optimizer: Any = None
     """The optimizer. None if the model is not trained."""
     scheduler: Any = None
-    """Learning-rate schedule of the optimizer, or None."""
+    """Learning-rate schedule of the optimizer. None without an optimizer."""
     _has_reference = False
     _reference: dict[str, Tensor] | None = None
     _replaced: HostMemory
-    """Holds the current weights while the reference is in use."""
+    """Host memory for the current weights while the reference weights are in use."""
     _writers: dist.ProcessGroup | None = None
 
     @abstractmethod
     def adapters(self) -> Iterable[Any]:
-        """Return the adapters of this rank's layers, each with `active`."""
+        """Return the adapters of this rank's layers, with their attribute `active`."""
 
     @abstractmethod
     def copied_weights(self, memory: HostMemory) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ class TorchBackend(PolicyBackend):
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """See `PolicyBackend.reference_weights`.
+        """Run a block with the reference weights (`PolicyBackend.reference_weights`).
 
         Raises:
             ConfigError: the policy was made with `init_reference_model=False`.
@@ -193,7 +193,7 @@ class TorchBackend(PolicyBackend):
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of this process's generators, in types that load without executing code."""
+    """Return the states of this process's random generators, in types that can be loaded without executing code."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     inner = numpy_state["state"]
@@ -226,7 +226,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 
 def sampling_density(config: PolicyConfig) -> SamplingDensity:
-    """Return the density that `policy.generation` samples from. Without this section, it is the plain softmax."""
+    """Return the density from which `policy.generation` samples. Without this section, it is the plain softmax."""
     generation = config.generation
     if generation is None:
         return SamplingDensity()

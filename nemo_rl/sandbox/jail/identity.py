@@ -1,6 +1,6 @@
 """Give up this process's identity: change to a user without files or processes, drop all capabilities, and set limits.
 
-Invariant: after `drop`, this process can gain no right again.
+Invariant: after `drop`, this process can gain no further right.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from kernel import PR_CAP_AMBIENT, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS, PR_SET_
 _SIGKILL = 9
 _CAPABILITIES_VERSION = 0x20080522
 _FIRST_USER = 0x40000000
-"""Numbers from here on belong to no user with files or processes on any machine. A unique number is added."""
+"""First number of users that own no files or processes on any machine. A unique number is added."""
 _NOBODY = 65534
 _READ_SEARCH = 2
 """Number of the capability to read files and enter folders of other users."""
@@ -62,7 +62,7 @@ def become_nobody_among_files(number: int, scratch: str, program: str) -> bool:
 
 
 def drop(keeps_reading: bool = False) -> None:
-    """Drop all capabilities, rule out that new ones are gained, and let this process end with its parent.
+    """Drop all capabilities, prevent new capabilities, and let this process end with its parent.
 
     Args:
         keeps_reading: Whether to keep the capability to read files and enter folders of other users.

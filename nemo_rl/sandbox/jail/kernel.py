@@ -32,7 +32,7 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | N
     """Make a system call of `CALLS`, with integers passed as 64 bits.
 
     Raises:
-        OSError: The kernel refused; the message has the name of the call.
+        OSError: The kernel refused the call. The message has the name of the call.
     """
     passed = [ctypes.c_long(item) if isinstance(item, int) else item for item in arguments]
     return _checked(_LIBC.syscall(ctypes.c_long(CALLS[name]), *passed), name)

@@ -17,7 +17,7 @@ _PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE, _IOCTL_DEVICE = 1 << 14, 1 << 15
 _ALL_OF_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
-"""Rights on files that each version of Landlock's ABI knows. From version 5 on, there are 16."""
+"""Rights on files that each version of Landlock's ABI knows. Version 5 and later versions have 16 rights."""
 _ALL = (1 << 16) - 1
 _MAKE_DEVICES = 1 << 6 | 1 << 11  # character and block devices
 _MAKE_SOCKET = 1 << 9

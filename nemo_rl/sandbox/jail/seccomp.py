@@ -78,10 +78,10 @@ def install(own_namespaces: bool, may_fork: bool, may_connect: bool, pid: int) -
     Args:
         own_namespaces: Whether the program has namespaces of processes and mounts of its own. Otherwise it may signal
             only itself and change no metadata of files.
-        may_fork: Whether it may start processes, and not only threads.
-        may_connect: Whether it may use TCP. Other sockets are refused, because Unix sockets in the file system belong
-            to no namespace.
-        pid: Its process id.
+        may_fork: Whether the program may start processes, and not only threads.
+        may_connect: Whether the program may use TCP. Other sockets are refused, because Unix sockets in the file system
+            belong to no namespace.
+        pid: Process id of the program.
     """
     instructions = program(own_namespaces, may_fork, may_connect, pid)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in instructions))

@@ -1,4 +1,4 @@
-"""Logs one line per step on the console, with a progress bar on a terminal.
+"""Log one line per step on the console, with a progress bar on a terminal.
 
 The records go through `utils.logging_setup`, which prints them above the bar. Invariant: the line shows the same
 numbers that the trackers get.
@@ -41,7 +41,7 @@ _LAST_PREFIX = "performance"
 
 
 class ConsoleLogger(LoggerInterface):
-    """Logs one line per step, when the step's last group of metrics has arrived."""
+    """Log one line per step when the step's last group of metrics has arrived."""
 
     shows_repeated = True
 
@@ -53,7 +53,7 @@ class ConsoleLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`. A group named `performance` also ends a step."""
+        """Show metrics. A group named `performance` also ends a step."""
         self._pending |= {(prefix, name): value for name, value in to_scalars(metrics).items()}
         if prefix == _LAST_PREFIX or step_finished:
             self._print_step(step)
@@ -72,7 +72,7 @@ class ConsoleLogger(LoggerInterface):
             self._bar.show(step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Print nothing: the configuration is stored with the run."""
+        """Do nothing, because the configuration is stored with the run."""
 
     def close(self) -> None:
         """Remove the progress bar."""

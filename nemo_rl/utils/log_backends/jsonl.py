@@ -1,4 +1,4 @@
-"""Writes metrics and rows as JSON lines, which can be read without a tracker.
+"""Write metrics and rows as JSON lines, which can be read without a tracker.
 
 `metrics.jsonl` has one line per group of metrics: `{"step", "prefix", "metrics", "time"}`, the time in seconds since
 1970. Invariant: numbers keep full precision, and every line is strict JSON (null stands for a number that is not
@@ -21,7 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlLogger(LoggerInterface):
-    """Appends metrics to `metrics.jsonl` in lines that are written completely or not at all."""
+    """Append metrics to `metrics.jsonl` in lines that are written completely or not at all."""
 
     def __init__(self, log_dir: str | Path):
         self._file = (Path(log_dir) / METRICS_FILE).open("ab", buffering=0)
@@ -43,7 +43,7 @@ class JsonlLogger(LoggerInterface):
             raise
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write nothing: the configuration has its own file in the run's folder."""
+        """Do nothing, because the configuration has its own file in the run's folder."""
 
     @override
     def close(self) -> None:

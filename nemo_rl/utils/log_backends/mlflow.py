@@ -1,4 +1,4 @@
-"""Logs to MLflow (extra `mlflow`).
+"""Log to MLflow (extra `mlflow`).
 
 Selected by `logger.mlflow_enabled`. Invariant: only this file imports mlflow.
 """
@@ -20,11 +20,11 @@ _METRICS_PER_CALL = 1000
 """Largest number of metrics that MLflow's servers accept in one call."""
 _LONGEST_VALUE = 500
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""Settings with which MLflow gives up soon. By default the run waits minutes for retries with doubling pauses."""
+"""Settings with which MLflow gives up early. With MLflow's defaults, the run would wait minutes for retries."""
 
 
 class MLflowLogger(LoggerInterface):
-    """Logs to one MLflow run.
+    """Log to one MLflow run.
 
     Args:
         log_dir: folder of the database and the artifacts, unless `tracking_uri` or MLFLOW_TRACKING_URI is set.
@@ -62,7 +62,7 @@ class MLflowLogger(LoggerInterface):
             mlflow.log_metrics(dict(items[start : start + _METRICS_PER_CALL]), step=step, run_id=self._run_id)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`. Long values are cut to MLflow's limit."""
+        """Log hyperparameters. Long values are cut to MLflow's limit."""
         flat = flatten_dict(params, expand_lists=False)
         items = [(name, str(value)[:_LONGEST_VALUE]) for name, value in flat.items()]
         for start in range(0, len(items), _PARAMS_PER_CALL):

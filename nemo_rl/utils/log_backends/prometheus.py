@@ -1,4 +1,4 @@
-"""Serves the newest metrics of a run to Prometheus.
+"""Serve the newest metrics of a run to Prometheus.
 
 Selected by `logger.prometheus`. Invariant: only this file imports prometheus_client, and a request is answered with
 numbers in memory, so a slow reader never delays training.
@@ -37,7 +37,7 @@ _REASONS: dict[int | None, str] = {
     errno.EACCES: "This user may not serve the port: those below 1024 are often kept for the system",
 }
 _WHOLE = ("ray",)
-"""Groups whose values are all logged each time. A value that is missing belongs to a node or a GPU that is gone."""
+"""Groups whose values are all logged each time. A value that is missing belongs to a node or a GPU that is lost."""
 
 type Labels = tuple[tuple[str, str], ...]
 
@@ -52,7 +52,7 @@ def exported_name(metric: str) -> tuple[str, Labels]:
 
 
 class PrometheusLogger(LoggerInterface):
-    """Serves `http://<host>:<port>/metrics` until it is closed.
+    """Serve `http://<host>:<port>/metrics` until the logger is closed.
 
     Raises:
         ConfigError: the address cannot be served.
@@ -73,7 +73,7 @@ class PrometheusLogger(LoggerInterface):
                 "choose another logger.prometheus.port, 0 for a free one, or set logger.prometheus.enabled=false."
             ) from error
         self.port: int = listener.getsockname()[1]
-        """Port that is served, also where the section asks for a free one."""
+        """Served port, also if the section requests a free one."""
         self._server = ConnectionGuard().server(make_asgi_app(registry), lifespan="off", timeout_graceful_shutdown=1)
         arguments = {"sockets": [listener]}
         self._thread = threading.Thread(target=self._server.run, kwargs=arguments, name="prometheus", daemon=True)
@@ -90,7 +90,7 @@ class PrometheusLogger(LoggerInterface):
         self._newest.add(values, whole=prefix if prefix in _WHOLE else None)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Serve nothing: a configuration is no number."""
+        """Do nothing, because a configuration is not a number."""
 
     def close(self) -> None:
         """Stop serving."""
@@ -99,7 +99,7 @@ class PrometheusLogger(LoggerInterface):
 
 
 class _Newest(Collector):
-    """The newest value of each metric."""
+    """Newest value of each metric."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()

@@ -1,4 +1,4 @@
-"""Logs to SwanLab (extra `swanlab`), which works offline with SWANLAB_MODE=offline.
+"""Log to SwanLab (extra `swanlab`), which works offline with SWANLAB_MODE=offline.
 
 Selected by `logger.swanlab_enabled`. Invariant: only this file imports swanlab.
 """
@@ -17,7 +17,7 @@ from nemo_rl.utils.log_backends.tracker import RunTracker
 
 
 class SwanlabLogger(RunTracker):
-    """Logs to one SwanLab run, whose write errors SwanLab itself ignores.
+    """Log to one SwanLab run. SwanLab itself ignores write errors.
 
     Args:
         log_dir: folder of the run's files; None takes SwanLab's default.

@@ -1,4 +1,4 @@
-"""Writes TensorBoard event files.
+"""Write TensorBoard event files.
 
 Selected by `logger.tensorboard_enabled`. Invariant: only this file imports TensorBoard.
 """
@@ -16,7 +16,7 @@ _FLUSH_S = 10
 
 
 class TensorboardLogger(LoggerInterface):
-    """Writes event files."""
+    """Write event files."""
 
     def __init__(self, cfg: TensorboardConfig, log_dir: str | Path):
         self._writer = SummaryWriter(str(log_dir), flush_secs=_FLUSH_S)
@@ -24,12 +24,12 @@ class TensorboardLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`. Values that are not numbers are omitted."""
+        """Log metrics. Values that are not numbers are omitted."""
         for name, value in to_scalars(metrics).items():
             self._writer.add_scalar(full_name(prefix, name), value, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write hyperparameters as a text page (see `LoggerInterface.log_hyperparams`)."""
+        """Write hyperparameters as a text page."""
         lines = [f"    {name}: {value}" for name, value in flatten_dict(params, expand_lists=False).items()]
         self._writer.add_text("config", "\n".join(lines), 0)
 

@@ -1,4 +1,4 @@
-"""Defines the interface of metric trackers, and conversions that all of them need.
+"""Define the interface of metric trackers, and conversions that all of them need.
 
 The other files of this folder and `utils.logger` implement it. Invariant: a metric is logged as `<prefix>/<name>`, and
 a number that is not finite is logged unchanged, never hidden.
@@ -12,19 +12,19 @@ from nemo_rl.config.base.hidden_values import HIDDEN, without_secret
 from nemo_rl.host.stop_signals import handlers_kept
 
 type Metrics = Mapping[str, Any]
-"""Name -> number; 0-dimensional tensors and NumPy scalars are numbers too."""
+"""Metrics as name -> number; 0-dimensional tensors and NumPy scalars also count as numbers."""
 
 _VARIABLES = ("env_vars", "environment")
-"""Keys that hold environment variables. In some sections, keys with these names hold values of other kinds."""
+"""Keys of sections with environment variables. Some sections use these keys for other values."""
 
 
 class LoggerInterface(ABC):
     """Destination of metrics."""
 
     failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
-    """Errors that mean that the destination cannot be reached or written."""
+    """Errors raised when the destination cannot be reached or written."""
     shows_repeated: ClassVar[bool] = False
-    """Whether the destination also gets the metrics of steps that a run trains again after a restart."""
+    """Whether the destination also gets the metrics of steps that are repeated after a restart."""
 
     @abstractmethod
     def log_metrics(
@@ -43,12 +43,12 @@ class LoggerInterface(ABC):
         """Log the run's configuration, a nested mapping."""
 
     def close(self) -> None:
-        """Write pending output, or do nothing by default."""
+        """Write pending output. Do nothing by default."""
         return None
 
 
 class RunTracker(LoggerInterface):
-    """Logs to a tracker's run object, which `__init__` sets and whose steps are those of training."""
+    """Log to a tracker's run object, which `__init__` sets and whose steps are training steps."""
 
     _run: Any
 
@@ -105,7 +105,7 @@ def flatten_dict(d: Mapping[str, Any], sep: str = ".", expand_lists: bool = True
 
 
 def without_secrets(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for others to read: values of environment variables, keys and logins of URLs are hidden.
+    """Return a configuration with values of environment variables, keys and logins of URLs hidden.
 
     Example:
         >>> without_secrets({"env_vars": {"HF_TOKEN": "hf_1"}, "tracking_uri": "https://me:key@host"})

@@ -1,4 +1,4 @@
-"""Logs to Trackio, whose runs are in a database in the run's folder, or on a Space of the Hugging Face hub.
+"""Log to Trackio, whose runs are in a database in the run's folder, or in a Space of the Hugging Face hub.
 
 Selected by `logger.trackio_enabled`. Invariant: only this file imports trackio.
 """
@@ -15,7 +15,7 @@ from nemo_rl.utils.log_backends.tracker import RunTracker, flatten_dict
 
 
 class TrackioLogger(RunTracker):
-    """Logs to one Trackio run, which `TRACKIO_DIR=<folder> trackio show` shows.
+    """Log to one Trackio run. `TRACKIO_DIR=<folder> trackio show` displays it.
 
     Args:
         log_dir: folder of the run's database, unless TRACKIO_DIR names another.

@@ -1,4 +1,4 @@
-"""Logs to Weights & Biases, which works offline with WANDB_MODE=offline.
+"""Log to Weights & Biases, which works offline with WANDB_MODE=offline.
 
 Selected by `logger.wandb_enabled`. Invariant: only this file imports wandb.
 """
@@ -16,7 +16,7 @@ _PREFIXES = ("train", "validation", "timing/train", "timing/validation", "perfor
 
 
 class WandbLogger(LoggerInterface):
-    """Logs to one W&B run."""
+    """Log to one W&B run."""
 
     failures = (OSError, wandb.Error)
 
@@ -35,7 +35,7 @@ class WandbLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`. Each prefix has its own step axis."""
+        """Log metrics. Each prefix has its own step axis."""
         values: dict[str, Any] = {full_name(prefix, name): value for name, value in to_scalars(metrics).items()}
         values[step_metric or full_name(prefix, "step")] = step
         self._run.log(values)

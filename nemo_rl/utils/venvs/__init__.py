@@ -1,4 +1,4 @@
-"""Makes Python environments for workers with uv, once per node.
+"""Make Python environments for workers with uv, once per node.
 
 `distributed.ray_actor_environment_registry` makes environments on every node of a run. Invariant: a folder with the
 name of a finished environment is complete and was made from exactly the inputs in its digest (`ingredients`), because
@@ -127,7 +127,7 @@ def create_local_venv(
         py_executable: the requested environment; a text as for `parse_py_executable`.
         venv_name: start of the folder's name.
         force_rebuild: make it again even if it exists.
-        folder: folder of the environments; None takes `venv_folder()`.
+        folder: folder of the environments; if None, `venv_folder()`.
         timeout_s: time limit in seconds, including the wait for another process that makes the environment.
 
     Returns:
@@ -163,7 +163,7 @@ def create_local_venv(
 
 
 def _usable(folder: Path) -> Path:
-    """Create the folder of the environments, which must be private in a place that all users share.
+    """Create the folder of the environments, which must be private if all users share the place.
 
     Others can guess its path and the names in it, and workers run the interpreters that it holds.
     """
@@ -196,7 +196,7 @@ def _reason(folder: Path, name: str, found: Mapping[str, str]) -> str:
 
 def _make(final: Path, name: str, wanted: VenvConfig, found: Mapping[str, str], uv: Uv) -> None:
     mine = f".{name}.making-{os.uname().nodename}-"
-    for left in final.parent.glob(f"{mine}*"):  # its process has died: a living one would hold the lock
+    for left in final.parent.glob(f"{mine}*"):  # the process that made it has died: a living one would hold the lock
         shutil.rmtree(left, ignore_errors=True)  # its uv may still write; the next call removes the rest
     making = final.parent / f"{mine}{os.getpid()}"
     try:

@@ -1,4 +1,4 @@
-"""Makes one environment with uv, on top of the driver's packages or from the project's extras.
+"""Make one environment with uv, on top of the driver's packages or from the project's extras.
 
 Invariant: an environment without the driver's Python, the driver's Ray and this nemo_rl is refused.
 """
@@ -66,7 +66,7 @@ def project_file() -> Path:
     """Return nemo_rl's pyproject.toml, from its checkout or from its installed wheel.
 
     Raises:
-        VenvError: neither has a pyproject.toml.
+        VenvError: neither place has a pyproject.toml.
     """
     brought = Path(sysconfig.get_path("data"), "share", "nemo_rl", "pyproject.toml")
     for place in (REPOSITORY_ROOT / "pyproject.toml", brought):
@@ -190,7 +190,7 @@ class Uv:
 
 
 def build_venv(folder: Path, wanted: VenvConfig, uv: Uv) -> None:
-    """Make an environment in a new folder that may be moved afterwards, and leave the folder unchanged on failure.
+    """Make an environment in a new folder that may be moved afterwards. If this fails, leave the folder unchanged.
 
     Raises:
         ConfigError: there is no such extra.
@@ -240,7 +240,7 @@ def check_interpreter(command: Sequence[str]) -> None:
 
 
 def update_lock(uv: Uv) -> None:
-    """Update the project's lock file if it is missing or older than its requirements, or else use no network."""
+    """Update the project's lock file if it is missing or older than its requirements. Use no network otherwise."""
     uv.run("lock", "--project", str(project_file().parent), "--python", sys.executable)
 
 

@@ -1,1 +1,1 @@
-"""Sections of the algorithms: GRPO, PPO, distillation, SFT, DPO, RM, evaluation and their losses."""
+"""Define the sections of the algorithms: GRPO, PPO, distillation, SFT, DPO, RM, evaluation and their losses."""

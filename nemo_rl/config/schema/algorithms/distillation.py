@@ -1,6 +1,6 @@
-"""Keys of `distillation`, of its `loss_fn`, and of `teacher`: on-policy distillation.
+"""Define the keys of on-policy distillation: `distillation`, its `loss_fn`, and `teacher`.
 
-Invariant: the student is the section `policy`, as in every algorithm; the teacher is a second policy section whose
+Invariant: the student is the section `policy`, as in every algorithm. The teacher is a second policy section whose
 weights never change.
 """
 
@@ -22,23 +22,23 @@ CROSS_TOKENIZER = "distillation across tokenizers"
 
 
 class DistillationConfig(RolloutTrainingConfig):
-    """On-policy distillation: the student answers, the teacher gives its next-token distribution at every token."""
+    """On-policy distillation: the student answers, and the teacher predicts the next token after every token."""
 
     num_prompts_per_step: Count = 128
-    """Prompts drawn from the data for each training step."""
+    """Number of prompts drawn from the data for each training step."""
     num_generations_per_prompt: Count = 1
-    """Answers that the student samples for each prompt."""
+    """Number of answers that the student samples for each prompt."""
     max_num_steps: Amount = 1000
     """Training stops after this many steps."""
     max_num_epochs: Epochs = 10
     """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
     has as many prompts as all data sets together have rows."""
     topk_logits_k: Count = 64
-    """Logits that the teacher sends for each token: those of its k most likely tokens."""
+    """Number of logits that the teacher sends for each token: those of its k most likely tokens."""
     val_period: AmountOrMinusOne = 20
-    """Steps from one validation to the next; 0 or -1: only at start or end."""
+    """Number of steps between two validations; 0 or -1: only at start or end."""
     val_batch_size: Count | None = 64
-    """Prompts in one validation batch; null: all in one batch."""
+    """Number of prompts in one validation batch; null: all in one batch."""
     max_val_samples: Amount | None = 512
     """Prompts validated in total, equally many of each data set if it has so many; null: all of the validation data."""
 
@@ -61,19 +61,19 @@ class DistillationLossConfig(NamedPartConfig):
     }
 
     name: Annotated[str, PartName(("distillation",))] = "distillation"
-    """distillation, the divergence that the keys below describe; or the dotted path of a class."""
+    """distillation: the divergence that the keys below describe; or the dotted path of a class."""
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
-    """forward: KL(teacher || student), covers all tokens that the teacher finds likely; reverse: KL(student ||
-    teacher), favours the teacher's most likely tokens; mixed: a weighted sum."""
+    """forward: KL(teacher || student), which covers all tokens that the teacher finds likely; reverse: KL(student ||
+    teacher), which favours the teacher's most likely tokens; mixed: a weighted sum."""
     mixed_kl_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """With mixed: weight of the forward part; the reverse part has the rest."""
+    """With mixed: weight of the forward part; the reverse part has the remaining weight."""
     zero_outside_topk: bool = False
-    """Take the teacher's probability outside its top-k as 0 and compare over the whole vocabulary (true), or compare
-    both models within the top-k only (false)."""
+    """true: treat the teacher's probability outside its top-k as 0, and compare over the whole vocabulary; false:
+    compare both models only within the top-k."""
 
 
 class TeacherConfig(SecondModelConfig):
-    """The model that scores the student's answers, with unset shared keys taken from `policy`."""
+    """The model that scores the student's answers. Unset shared keys follow `policy`."""
 
     trains: ClassVar[bool] = False
     place: ClassVar[str] = "teacher"

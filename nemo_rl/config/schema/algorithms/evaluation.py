@@ -1,7 +1,7 @@
-"""Keys of `examples/run_eval.py`: a model, a data set, how to sample and what to measure.
+"""Define the keys of `examples/run_eval.py`: a model, a data set, the sampling and the metric.
 
-The section `generation` is that of training with the model's name added, so evaluation and training start engines in
-the same way.
+The section `generation` is that of training with the model's name added. Evaluation and training therefore start
+engines in the same way.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class EvalEngineConfig(EngineConfig):
     """The engine of an evaluation."""
 
     max_model_len: Tokens = 2048
-    """Context length of the engine in tokens, prompt and answer together."""
+    """Context length of the engine in tokens, including prompt and answer."""
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format of weights and activations."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -42,18 +42,18 @@ class EvalGenerationConfig(GenerationConfig):
     }
 
     model_name: str = "Qwen/Qwen2.5-Math-1.5B-Instruct"
-    """Hub id or folder of the model. For a checkpoint the folder is <step folder>/policy/weights/model."""
+    """Hub id or folder of the model. The folder of a checkpoint is <step folder>/policy/weights/model."""
     endpoint: ModelEndpointConfig | None = None
-    """A model on another server, which is evaluated instead of model_name, without engines, GPUs and a tokenizer; null:
+    """A model on another server, which is evaluated instead of model_name without engines, GPUs and a tokenizer; null:
     engines of the run load model_name."""
     num_prompts_per_step: AmountOrMinusOne = -1
-    """Prompts sampled together and then written to save_path; -1: all of them."""
+    """Number of prompts that are sampled together and then written to save_path; -1: all prompts."""
     temperature: FactorOrZero = 0.0
     """Sampling temperature; 0 takes the most likely token."""
     top_k: TopK | None = -1
-    """Sample from the k most likely tokens; null or -1: from all."""
+    """Sample from the k most likely tokens; null or -1: from all tokens."""
     max_new_tokens: Tokens = derived("${.engine.max_model_len}")
-    """Most tokens of one answer; prompt and answer together end at max_model_len."""
+    """Largest number of tokens of an answer. Prompt and answer together end at max_model_len."""
     engine: EvalEngineConfig = Field(default_factory=EvalEngineConfig)
     """Keys that every engine reads."""
 
@@ -66,26 +66,26 @@ class EvalTokenizerConfig(TokenizerConfig):
 
 
 class EvalConfig(Section):
-    """The metric, and the folder where answers are kept."""
+    """The metric, and the folder for answers."""
 
     moved: ClassVar[dict[str, str]] = {"pass_k_value": "write eval.k_value"}
 
     metric: Literal["pass@k", "cons@k"] = "pass@k"
-    """The score: pass@k counts a right answer among k; cons@k counts a right majority of k answers."""
+    """The metric: pass@k is 1 if one of k answers is right; cons@k is 1 if the majority of k answers is right."""
     num_tests_per_prompt: Count = 1
-    """Answers sampled per prompt."""
+    """Number of answers per prompt."""
     k_value: Count = 1
     """The k of the metric, at most num_tests_per_prompt."""
     seed: Seed = 42
     """Seed of the samples."""
     save_path: str | None = None
-    """Folder for answers and results; an evaluation that is started again with the same folder continues. null: nothing
-    is written."""
+    """Folder for answers and results; null: nothing is written. An evaluation that is started again with the same
+    folder continues."""
     max_rollout_turns: Count = 1
-    """Most turns of model and environment in one conversation."""
+    """Largest number of turns of model and environment in a conversation."""
     signal_grace_s: Seconds = 600.0
-    """Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the pending prompts have to be answered and written
-    to save_path; then the evaluation ends without them."""
+    """Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which pending prompts must be answered and written to
+    save_path. After that, the evaluation ends without them."""
 
 
 class EvalDataConfig(Section):
@@ -101,39 +101,39 @@ class EvalDataConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the keys of generated problems if the data set generates no problems."""
+        """Report the keys of generated problems if the data set does not generate problems."""
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
     dataset_name: str | None = "aime2024"
     """A built-in data set, or the path of a local csv, json or jsonl file with problem_key and solution_key."""
     data_path: str | None = None
-    """A local copy of the named data set: a file or the folder of the hub repository."""
+    """A local copy of the named data set: a file, or the folder of the hub repository."""
     subset: str | None = None
-    """Configuration name of a hub data set; null: the usual one."""
+    """Configuration name of a hub data set; null: its default."""
     split: str | None = None
-    """Split of a hub data set; null: the usual one."""
+    """Split of a hub data set; null: its default."""
     problem_key: str | None = None
-    """Column of the problem; null: the data set's own."""
+    """Column of the problem; null: the column of the data set."""
     solution_key: str | None = None
-    """Column of the answer; null: the data set's own."""
+    """Column of the answer; null: the column of the data set."""
     file_format: Literal["csv", "json", "jsonl"] | None = None
-    """Kind of a local file; it must agree with the name's ending."""
+    """Format of a local file, which must agree with the ending of its name."""
     prompt_file: str | None = None
-    """Text file with one {} for the problem (none in multiple choice); null: no text."""
+    """Text file with one {} for the problem (without {} in multiple choice); null: no text."""
     system_prompt_file: str | None = None
     """Text file with the system message; null: none."""
     env_name: str = "math"
-    """Environment that grades answers, from env."""
+    """Environment that grades answers, one of env."""
     processor: str | None = None
-    """Function that turns a row into a prompt; null: the data set's usual one."""
+    """Function that converts a row to a prompt; null: the default of the data set."""
     max_input_seq_length: Tokens | None = derived("${generation.engine.max_model_len}")
-    """Longest prompt in tokens; longer ones are not sampled and count as not solved; null: no limit."""
+    """Largest number of tokens of a prompt; longer prompts are not sampled and count as not solved; null: no limit."""
     repeat: Count = 1
-    """Number of times that all problems are sampled, one round after another."""
+    """Number of times that all problems are sampled, in one round after another."""
     max_samples: Amount | None = None
-    """Number of problems to use, drawn at random by seed; null: all."""
+    """Number of problems, drawn at random by seed; null: all problems."""
     seed: Seed = 42
-    """Seed of max_samples, of option orders and of generated sums."""
+    """Seed of max_samples, of the order of options and of generated sums."""
     num_samples: Amount | None = None
     """Number of generated problems, only for arithmetic; null: 256."""
     min_operand: Operand = 10

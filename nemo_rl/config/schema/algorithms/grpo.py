@@ -1,4 +1,4 @@
-"""Keys of `grpo`: steps of the training loop, and the computation of advantages from rewards.
+"""Define the keys of `grpo`: steps of the training loop, and the computation of advantages from rewards.
 
 Lengths and batch sizes of the model are in `policy`.
 """
@@ -17,8 +17,8 @@ from nemo_rl.config.schema.named_part import NamedPartConfig
 
 _BUILT = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus")
 FROM_REWARDS = ("grpo", "dr_grpo", "rloo")
-"""Built-in estimators that compute one advantage for each sample from the rewards of its group. They can credit single
-turns, and they need no tokens, so they work with rollout runners."""
+"""Built-in estimators that compute one advantage per sample from the rewards of its group. They can credit single
+turns. They do not need tokens, so they work with rollout runners."""
 
 AdvantageEstimatorName = Annotated[str, PartName(_BUILT, {"opd": "Multi-teacher on-policy distillation"})]
 
@@ -27,29 +27,28 @@ _PER_TURN = OnlyWith("credit", ("turn_returns", "turn_rewards"))
 
 
 class AdvantageEstimatorConfig(NamedPartConfig):
-    """The formula that turns a group's rewards into advantages, with further keys for built-in names."""
+    """The formula for advantages from a group's rewards. Built-in names have further keys."""
 
     name: AdvantageEstimatorName = "grpo"
     """Formula, or the dotted path of a class. dr_grpo and rloo set normalize_rewards and use_leave_one_out_baseline."""
     normalize_rewards: bool = derived("${..normalize_rewards}")
-    """Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens its
-    sum over the batch."""
+    """Divide by the sample standard deviation (n - 1) of the rewards in the baseline. gdpo always whitens its sum over
+    the batch."""
     std_level: Annotated[Literal["group", "batch"], OnlyWith("normalize_rewards")] = "group"
-    """With normalize_rewards: use the deviation of the prompt's rewards (group), or of all rewards of the step
-    (batch)."""
+    """With normalize_rewards: the deviation of the prompt's rewards (group), or of all rewards of the step (batch)."""
     use_leave_one_out_baseline: bool = derived("${..use_leave_one_out_baseline}")
-    """Leave the sample's own reward out of its baseline."""
+    """Exclude the sample's own reward from its baseline."""
     minus_baseline: Annotated[bool, OnlyWith("name", ("reinforce_plus_plus",))] = True
     """REINFORCE++: subtract the group's mean reward before whitening the batch."""
     kl_to_go: Annotated[bool, OnlyWith("name", ("reinforce_plus_plus",))] = False
-    """REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as its paper does; false: the KL
-    of this token only, as NeMo RL does."""
+    """REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as in its paper; false: only the
+    KL of this token, as in NeMo RL."""
     credit: Literal["episode", "turn_returns", "turn_rewards"] = "episode"
     """Credit of the tokens of a turn: the reward of the whole episode; the discounted return from this
     turn on, compared with the group's returns at the same turn; or the turn's reward, compared with the group's rewards
     at the same turn, plus the discounted results of later turns. Per turn with grpo, dr_grpo and rloo only."""
     turn_discount: Annotated[Annotated[float, Field(ge=0, le=1)], _PER_TURN] = 1.0
-    """With credit per turn: factor on a reward for each turn between it and the turn that is credited."""
+    """With credit per turn: factor of a reward for each turn between it and the credited turn."""
     reward_weights: Annotated[list[Number] | None, OnlyWith("name", ("gdpo",))] = None
     """GDPO: weight of each reward component, in order; null: all 1."""
 
@@ -74,19 +73,19 @@ class GRPOConfig(RewardedTrainingConfig):
     normalize_rewards: bool = True
     """Divide advantages by the sample standard deviation of the prompt's rewards."""
     use_leave_one_out_baseline: bool = True
-    """The baseline of a sample leaves out its own reward."""
+    """Exclude a sample's own reward from its baseline."""
     adv_estimator: AdvantageEstimatorConfig = Field(default_factory=AdvantageEstimatorConfig)
     """The advantage formula."""
     advantage_clip_low: Number | None = None
-    """Lower bound of the final advantage; null: none."""
+    """Lower bound of the final advantage; null: no bound."""
     advantage_clip_high: Number | None = None
-    """Upper bound of the final advantage; null: none."""
+    """Upper bound of the final advantage; null: no bound."""
     invalid_tool_call_advantage: Number | None = None
-    """Advantage of the tokens of a turn whose tool call cannot be made (not readable, unknown tool, wrong arguments),
-    instead of the computed advantage; null: off."""
+    """Advantage of the tokens of a turn with an invalid tool call (not readable, unknown tool, wrong arguments),
+    instead of the computed advantage; null: the computed one."""
     malformed_thinking_advantage: Number | None = None
-    """Advantage of thinking tags that are out of place (see reward_penalties.penalize_malformed_think_tag), instead of
-    the computed one; null: off. If thinking is not closed at the end of a turn, the opening tag gets it, or the last
-    token of the turn if the prompt opened the thinking."""
+    """Advantage of misplaced thinking tags (see reward_penalties.penalize_malformed_think_tag), instead of the computed
+    advantage; null: the computed one. If a turn does not close its thinking, the opening tag gets it, or the last token
+    of the turn if the prompt opened the thinking."""
     async_grpo: AsyncGRPOConfig | None = Field(default_factory=AsyncGRPOConfig)
-    """NeMo RL's section for overlap; if enabled, it fills in overlap."""
+    """NeMo RL's section for overlap. If it is enabled, it fills in overlap."""

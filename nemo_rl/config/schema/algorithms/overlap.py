@@ -1,7 +1,7 @@
-"""Keys that let sampling and training overlap: this library's `overlap`, and NeMo RL's `async_grpo` and `async_rl`.
+"""Define the keys of overlapping sampling and training: `overlap`, and NeMo RL's `async_grpo` and `async_rl`.
 
-NeMo RL's two sections say the same in other words. `AsyncGRPOConfig.overlap` and `AsyncRLConfig.overlap` translate
-them.
+NeMo RL's two sections have the same settings under other names. `AsyncGRPOConfig.overlap` and `AsyncRLConfig.overlap`
+translate them.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,57 +25,57 @@ def _known_mode(mode: object) -> object:
 class GroupFailuresConfig(Section):
     """Attempts for groups of answers that cannot be sampled, with `mode=ahead`.
 
-    A group fails when an engine cannot be kept running or a deadline passes. What an environment raises is recorded
-    with its sample and fails no group.
+    A group fails if an engine cannot be kept running or a deadline passes. An environment's error is recorded with its
+    sample, and the group does not fail.
     """
 
     max_attempts_per_prompt: Count | None = None
-    """Attempts to sample the group of a prompt; null: max_generation_failures alone bounds the failures."""
+    """Number of attempts to sample the group of a prompt; null: only max_generation_failures limits the failures."""
     backoff_base_s: FactorOrZero = 1.0
-    """Seconds before the second attempt; the wait doubles before each further attempt."""
+    """Seconds before the second attempt. The wait doubles before each further attempt."""
     max_backoff_s: FactorOrZero = 30.0
     """Longest wait before an attempt, in seconds."""
     max_skipped_prompts: CountOrZero = 0
-    """Prompts that a run may skip after max_attempts_per_prompt failures; their samples have no reward and do not count
-    in the loss. Once so many are skipped (with 0 at once), a further failure ends the run."""
+    """Number of prompts that a run may skip after max_attempts_per_prompt failures. Their samples have no reward and do
+    not count in the loss. After that number of skipped prompts, a further failure ends the run."""
     min_step_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
-    """Least share of a step's prompts that must be left after skipping; if fewer are left, the run ends."""
+    """Smallest share of a step's prompts that must remain after skipping. With fewer, the run ends."""
 
 
 class OverlapConfig(Section):
-    """Sampling and training at the same time."""
+    """Overlap of sampling and training."""
 
     ignored: ClassVar[dict[str, str]] = {"groups_per_part": "a step is trained on when all of its groups are finished"}
 
     mode: Annotated[Literal["none", "ahead"], BeforeValidator(_known_mode)] = "none"
-    """none: sampling and training take turns; ahead: the engines sample for later steps while the policy trains."""
+    """none: sampling and training alternate; ahead: the engines sample for later steps while the policy trains."""
     max_age_steps: Annotated[Count, _AHEAD] = 1
-    """ahead: most training steps between the weights that begin a group of answers and the step that trains on it.
-    A prompt is started only if this holds for its group; no group is dropped."""
+    """ahead: largest number of training steps between the weights at a group's start and the step that trains on the
+    group. A prompt is started only if its group can meet this limit, so no group is dropped."""
     order: Annotated[Literal["in_order", "ready_first", "weight_fifo", "freshest_first"], _AHEAD] = "in_order"
-    """ahead: the groups that a step trains on. in_order: the oldest, even if the step has to wait for them. The other
-    orders take finished groups first, and wait only for groups that would become too old. Among finished groups,
-    ready_first takes the oldest, weight_fifo those of the oldest weights, freshest_first the newest."""
+    """ahead: the groups that a step trains on. in_order: the oldest groups, even if the step has to wait for them. The
+    other orders take finished groups first, and wait only for groups that would become too old. Among finished groups,
+    ready_first takes the oldest, weight_fifo those with the oldest weights, and freshest_first the newest."""
     in_flight_weight_updates: Annotated[bool, _AHEAD] = False
-    """ahead: running answers continue with new weights; false: each update of the engines waits until all started
-    groups are finished. false with order=in_order repeats a run bit for bit."""
+    """ahead: true: running answers continue with new weights; false: each update of the engines waits until all started
+    groups are finished. With false and order=in_order, a run can be repeated bit for bit."""
     validation: Literal["stop", "hold_updates", "through_updates"] = "stop"
     """stop: training waits for each validation. With the other values training goes on meanwhile. hold_updates measures
     the weights of one step, and the next update of the engines waits for it. With through_updates nothing waits, and
     running answers continue with new weights, so a validation measures several versions."""
     partial_responses: Annotated[Literal["continue", "restart"], _AHEAD] = "continue"
-    """ahead: unfinished groups in a checkpoint. continue: their finished samples, turns and the tokens so far are
-    stored, and a resumed run samples the rest; restart: a resumed run samples these groups again from their prompts. No
-    effect with in_flight_weight_updates=false, where a checkpoint waits for all started groups."""
+    """ahead: treatment of unfinished groups in a checkpoint. continue: their finished samples, turns and tokens so far
+    are stored, and a resumed run samples the rest; restart: a resumed run samples these groups again from their
+    prompts. No effect with in_flight_weight_updates=false, because a checkpoint then waits for all started groups."""
     max_inflight_prompts: Annotated[Count | None, _AHEAD] = None
-    """ahead: most prompts that are sampled at the same time; null: no limit."""
+    """ahead: largest number of prompts that are sampled at the same time; null: no limit."""
     max_buffered_groups: Annotated[Count | None, _AHEAD] = None
     """ahead: most groups that are started but not trained on; null: as many as max_age_steps allows."""
     max_generation_failures: Annotated[CountOrZero, _AHEAD] = 0
-    """ahead: failures of groups in a row after which the run ends; until then a failed group is sampled again. Not used
-    with group_failures.max_attempts_per_prompt."""
+    """ahead: number of consecutive failures of groups after which the run ends. Before that, a failed group is sampled
+    again. Not used with group_failures.max_attempts_per_prompt."""
     group_failures: Annotated[GroupFailuresConfig, _AHEAD] = Field(default_factory=GroupFailuresConfig)
-    """ahead: attempts for each prompt, and prompts that may be skipped."""
+    """ahead: number of attempts for each prompt, and of prompts that may be skipped."""
 
 
 class AsyncGRPOConfig(Section):
@@ -84,17 +84,17 @@ class AsyncGRPOConfig(Section):
     enabled: bool = False
     """Sample for later steps while the policy trains."""
     max_trajectory_age_steps: Count = 1
-    """As overlap.max_age_steps."""
+    """Same as overlap.max_age_steps."""
     max_generation_failures: CountOrZero = 0
-    """As overlap.max_generation_failures."""
+    """Same as overlap.max_generation_failures."""
     in_flight_weight_updates: bool = False
-    """As overlap.in_flight_weight_updates."""
+    """Same as overlap.in_flight_weight_updates."""
     recompute_kv_cache_after_weight_updates: bool | None = None
-    """As policy.generation.weight_sync.recompute_kv_cache, with backend=vllm; null: that key decides."""
+    """Same as policy.generation.weight_sync.recompute_kv_cache, with backend=vllm; null: that key decides."""
 
     @property
     def overlap(self) -> OverlapConfig:
-        """The section `overlap` with the same meaning."""
+        """Return the section `overlap` with the same meaning."""
         return OverlapConfig(
             mode="ahead",
             max_age_steps=self.max_trajectory_age_steps,
@@ -107,13 +107,13 @@ class AsyncRLSamplerConfig(Section):
     """The order in which `async_rl` trains on groups."""
 
     name: Literal["in_order", "ready_first", "windowed", "weight_fifo"] = "in_order"
-    """As overlap.order; windowed is ready_first, or freshest_first with sample_freshest_first."""
+    """Same as overlap.order. windowed is ready_first, or freshest_first with sample_freshest_first."""
     max_lookahead_versions: CountOrZero = 1
-    """in_order: as overlap.max_age_steps; 0: sampling and training take turns."""
+    """With in_order: same as overlap.max_age_steps; 0: sampling and training alternate."""
     max_staleness_versions: CountOrZero = 1
-    """Other names: as overlap.max_age_steps; 0: sampling and training take turns."""
+    """With other names: same as overlap.max_age_steps; 0: sampling and training alternate."""
     sample_freshest_first: bool = False
-    """windowed: prefer the newest finished groups."""
+    """With windowed: prefer the newest finished groups."""
 
 
 class AsyncRLRolloutFailureConfig(Section):
@@ -129,15 +129,15 @@ class AsyncRLRolloutFailureConfig(Section):
     }
 
     max_infra_attempts_per_prompt: Count = 5
-    """As overlap.group_failures.max_attempts_per_prompt."""
+    """Same as overlap.group_failures.max_attempts_per_prompt."""
     backoff_base_s: FactorOrZero = 1.0
-    """As overlap.group_failures.backoff_base_s."""
+    """Same as overlap.group_failures.backoff_base_s."""
     max_backoff_s: Seconds = 30.0
-    """As overlap.group_failures.max_backoff_s."""
+    """Same as overlap.group_failures.max_backoff_s."""
     max_skipped_prompts: CountOrZero = 0
-    """As overlap.group_failures.max_skipped_prompts."""
+    """Same as overlap.group_failures.max_skipped_prompts."""
     min_step_batch_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
-    """As overlap.group_failures.min_step_fraction."""
+    """Same as overlap.group_failures.min_step_fraction."""
     on_dropped_prompt: Literal["shrink"] = "shrink"
     """The samples of a skipped prompt do not count in the loss, so the step has fewer samples."""
     max_data_attempts_per_prompt: Count = 2
@@ -155,7 +155,7 @@ class AsyncRLRolloutFailureConfig(Section):
 
     @property
     def group_failures(self) -> GroupFailuresConfig:
-        """The section `overlap.group_failures` with the same meaning."""
+        """Return the section `overlap.group_failures` with the same meaning."""
         return GroupFailuresConfig(
             max_attempts_per_prompt=self.max_infra_attempts_per_prompt,
             backoff_base_s=self.backoff_base_s,
@@ -166,7 +166,7 @@ class AsyncRLRolloutFailureConfig(Section):
 
 
 class AsyncRLConfig(Section):
-    """NeMo RL's newer section for overlap, with which running answers always continue with new weights."""
+    """NeMo RL's newer section for overlap. With it, running answers always continue with new weights."""
 
     later: ClassVar[dict[str, str]] = {
         "generation_router": "a router in front of the engines",
@@ -183,19 +183,19 @@ class AsyncRLConfig(Section):
     sampler: AsyncRLSamplerConfig = Field(default_factory=AsyncRLSamplerConfig)
     """The groups that a step trains on."""
     rollout_failure: AsyncRLRolloutFailureConfig = Field(default_factory=AsyncRLRolloutFailureConfig)
-    """As overlap.group_failures."""
+    """Same as overlap.group_failures."""
     max_inflight_prompts: Count = 32
-    """As overlap.max_inflight_prompts."""
+    """Same as overlap.max_inflight_prompts."""
     max_buffered_rollouts: Count = 64
-    """As overlap.max_buffered_groups."""
+    """Same as overlap.max_buffered_groups."""
     min_groups_for_streaming_train: Count = 32
     """Has no effect."""
     recompute_kv_cache_after_weight_updates: bool | None = None
-    """As policy.generation.weight_sync.recompute_kv_cache, with backend=vllm; null: that key decides."""
+    """Same as policy.generation.weight_sync.recompute_kv_cache, with backend=vllm; null: that key decides."""
 
     @property
     def overlap(self) -> OverlapConfig:
-        """The section `overlap` with the same meaning."""
+        """Return the section `overlap` with the same meaning."""
         sampler = self.sampler
         windowed: Literal["freshest_first", "ready_first"] = (
             "freshest_first" if sampler.sample_freshest_first else "ready_first"

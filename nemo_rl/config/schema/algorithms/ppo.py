@@ -1,6 +1,6 @@
-"""Keys of `ppo`, of `value` and of `value_loss_fn`: policy optimisation with a critic.
+"""Define the keys of PPO: `ppo`, `value` (the critic) and `value_loss_fn`.
 
-Invariant: the critic is a second policy section with a scalar head, which is trained next to the policy.
+Invariant: the critic is a second policy section with a scalar head, trained together with the policy.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class PPOAdvantageConfig(Section):
-    """The formula that turns rewards and values into the advantage of each token."""
+    """The formula for the advantage of each token from rewards and values."""
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report each lambda that another key replaces, and the policy's keys where the policy has no lambda."""
+        """Report each lambda that another key replaces, and the policy's keys if the policy has no lambda."""
         is_raw, alpha = values.get("name") == "raw_reward", values.get("length_adaptive_alpha")
         own_policy, own_value = (values.get(f"gae_lambda_{model}") is not None for model in ("policy", "value"))
         no_lambda = "name=raw_reward has no lambda of the policy"
@@ -37,20 +37,20 @@ class PPOAdvantageConfig(Section):
         return {**super().without_effect(values), **told}
 
     name: Literal["gae", "raw_reward"] = "gae"
-    """gae: generalised advantage estimation from the critic's values; raw_reward: the discounted sum of the rewards
-    from a token on, without the critic, which is trained all the same."""
+    """gae: generalised advantage estimation from the critic's values; raw_reward: the discounted sum of rewards from a
+    token on, without the critic's values. The critic is still trained."""
     gae_gamma: Share = 1.0
-    """Discount of a reward for each token between it and the token that is credited."""
+    """Discount of a reward for each token between it and the credited token."""
     gae_lambda: Share = 0.95
-    """Lambda of generalised advantage estimation: with 0 the critic's next value stands for all
-    later tokens, with 1 only rewards count."""
+    """Lambda of generalised advantage estimation. With 0, the critic's next value replaces all later tokens. With 1,
+    only rewards count."""
     gae_lambda_policy: Share | None = None
     """Lambda of the policy's advantages; null: gae_lambda."""
     gae_lambda_value: Share | None = None
-    """Lambda of the returns that the critic is trained on; null: gae_lambda. VAPO takes 1."""
+    """Lambda of the returns for the critic's training; null: gae_lambda. VAPO uses 1."""
     length_adaptive_alpha: FactorOrZero = 0.0
-    """VAPO: lambda of the policy's advantages is 1 - 1 / (alpha * tokens of the answer), at least 0, so that the
-    reward of a long answer also reaches its first tokens; VAPO takes 0.05. 0: off."""
+    """VAPO: the lambda of the policy's advantages is 1 - 1 / (alpha * tokens of the answer), at least 0, so that the
+    reward of a long answer also reaches its first tokens. VAPO uses 0.05. 0: off."""
     normalize_advantages: bool = True
     """Shift and scale the advantages of all tokens of a step that count to mean 0 and deviation 1."""
     bootstrap_truncated: bool = False
@@ -77,15 +77,15 @@ class PPOConfig(RewardedTrainingConfig):
     """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
     has as many prompts as all data sets together have rows."""
     val_period: AmountOrMinusOne = 20
-    """Steps from one validation to the next; 0 or -1: only at start or end."""
+    """Number of steps between two validations; 0 or -1: only at start or end."""
     ppo_epochs: Count = 4
     """Passes over the samples of a step, by the policy and by the critic; each makes all updates of the step again."""
     policy_training_start_step: AmountOrZero = 0
-    """Number of first steps in which only the critic is trained."""
+    """Number of steps at the start in which only the critic is trained."""
     adv_estimator: PPOAdvantageConfig = Field(default_factory=PPOAdvantageConfig)
     """The advantage formula."""
     async_ppo: AsyncPPOConfig | None = Field(default_factory=AsyncPPOConfig)
-    """NeMo RL's section for overlap; if enabled, it fills in overlap."""
+    """NeMo RL's section for overlap. If it is enabled, it fills in overlap."""
 
 
 class ValueHeadConfig(RewardModelConfig):
@@ -100,13 +100,13 @@ class ValueHeadConfig(RewardModelConfig):
 
 
 class ValueConfig(SecondModelConfig):
-    """The critic, which predicts the rewards that follow, with unset shared keys taken from `policy`."""
+    """The critic, which predicts future rewards. Unset shared keys follow `policy`."""
 
     place: ClassVar[str] = "value"
 
     model_name: str = derived("${policy.model_name}")
-    """Hub id or folder of the model that the critic starts from: the policy's, or a reward model. A model without a
-    scalar head gets a new one."""
+    """Hub id or folder of the critic's initial model: the policy's model, or a reward model. A model without a scalar
+    head gets a new one."""
     reward_model_cfg: ValueHeadConfig = Field(default_factory=ValueHeadConfig)
     """The scalar head."""
 
@@ -115,6 +115,6 @@ class MseValueLossConfig(Section):
     """The squared difference between the critic's values and the returns."""
 
     scale: Factor = 1.0
-    """Factor on the loss."""
+    """Factor of the loss."""
     cliprange: Factor | None = None
-    """Largest change of a value in one step that lowers the loss; null: no limit."""
+    """Largest change of a value in one step that reduces the loss; null: no limit."""

@@ -1,6 +1,6 @@
-"""Keys of `reward_penalties` and `effort_levels`: what lowers the reward of an answer, whatever its environment says.
+"""Define the keys of `reward_penalties` and `effort_levels`, which lower the rewards of environments.
 
-A penalty concerns the form of an answer; a level of effort says how much a prompt asks the model to think.
+A penalty concerns the form of an answer. A level of effort is the amount of thinking that a prompt asks for.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ class RewardPenaltyTokenIdsConfig(Section):
     """Tokens that penalize_unwanted_tokens penalises."""
     think_open: CountOrZero | None = None
     """Token that opens the thinking; null: the tokenizer's token for the first of thinking_tags, or the text of the tag
-    if it is not a single token."""
+    if it consists of several tokens."""
     think_close: CountOrZero | None = None
     """Token that closes the thinking; null: the token of the second of thinking_tags, or its text as above."""
 
@@ -35,31 +35,31 @@ class OwnPenaltyConfig(NamedPartConfig):
 
 
 class RewardPenaltyConfig(Section):
-    """Penalties on the form of answers: an answer with a penalty has a reward of at most 0 for training."""
+    """Penalties on the form of answers. An answer with a penalty has a training reward of at most 0."""
 
     penalize_duplicated_reasoning: bool = False
-    """Penalise an answer that repeats its reasoning, or whose reasoning repeats itself, nearly word for word."""
+    """Penalise an answer that repeats its reasoning or whose reasoning repeats itself, almost word for word."""
     penalize_empty_final_answer: bool = False
-    """Penalise a turn with nothing but white space and special tokens after its thinking."""
+    """Penalise a turn that has only white space and special tokens after its thinking."""
     penalize_malformed_think_tag: bool = False
     """Penalise a turn whose thinking is opened twice, closed without being open, or not closed."""
     penalize_unwanted_tokens: bool = False
-    """Penalise a turn with one of token_ids.unwanted."""
+    """Penalise a turn that contains one of token_ids.unwanted."""
     token_ids: RewardPenaltyTokenIdsConfig | None = None
     """Token ids that penalties look for."""
     thinking_tags: list[str] = ["<think>", "</think>"]
     """Texts that open and close the thinking, for penalties, grpo.malformed_thinking_advantage and effort_levels."""
     own: dict[str, OwnPenaltyConfig] = Field(default_factory=dict)
-    """Penalties of your own by name; metrics are penalized_by_<name>."""
+    """User-defined penalties by name. Their metrics are penalized_by_<name>."""
 
     @property
     def ids(self) -> RewardPenaltyTokenIdsConfig:
-        """The section `token_ids`, or a section whose keys are all null."""
+        """Return the section `token_ids`, or a section whose keys are all null."""
         return self.token_ids or RewardPenaltyTokenIdsConfig()
 
     @property
     def built_in(self) -> list[str]:
-        """Names of the built-in penalties that are switched on."""
+        """Return the names of the enabled built-in penalties."""
         switches = (
             self.penalize_duplicated_reasoning,
             self.penalize_empty_final_answer,
@@ -70,23 +70,23 @@ class RewardPenaltyConfig(Section):
 
 
 class EffortLevelConfig(Section):
-    """One level of effort. Each prompt has one level for all its answers, drawn with the seed (seed, phase, row)."""
+    """One level of effort. All answers to a prompt have the same level, drawn with the seed (seed, phase, row)."""
 
     weight: Factor = 1.0
-    """Share of the prompts with this level, relative to the weights of the other levels."""
+    """Share of prompts with this level, relative to the weights of the other levels."""
     system_prompt: str | None = None
-    """Text added to the end of the system message, or sent as the system message if there is none; null: no text."""
+    """Text appended to the system message, or sent as the system message if there is none; null: no text."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables for the chat template. They override those of policy.tokenizer.chat_template_kwargs."""
+    """Variables for the chat template, which override those of policy.tokenizer.chat_template_kwargs."""
     max_thinking_tokens: Tokens | None = None
-    """Most tokens of thinking without a penalty, over all turns of an answer; null: no limit."""
+    """Largest number of thinking tokens without a penalty, over all turns of an answer; null: no limit."""
     over_budget_penalty: FactorOrZero = 1.0
     """Largest penalty for thinking beyond max_thinking_tokens, subtracted from the reward after reward_scaling."""
     over_budget_tokens: Tokens | None = None
-    """Tokens beyond max_thinking_tokens over which the penalty grows linearly to its largest value; null: as many as
+    """Number of tokens beyond max_thinking_tokens over which the penalty grows linearly to its largest value; null:
     max_thinking_tokens."""
 
     @property
     def is_plain(self) -> bool:
-        """True if the level does not change the prompt."""
+        """Return True if the level does not change the prompt."""
         return self.system_prompt is None and not self.chat_template_kwargs

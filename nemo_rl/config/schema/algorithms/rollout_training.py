@@ -1,6 +1,6 @@
-"""Keys shared by the algorithms that train on the policy's own answers: GRPO, PPO and distillation.
+"""Define the common keys of algorithms that train on the policy's own answers: GRPO, PPO and distillation.
 
-GRPO and PPO, which learn from rewards, share further keys.
+GRPO and PPO, which learn from rewards, have more common keys.
 """
 
 from typing import Annotated, ClassVar
@@ -24,7 +24,7 @@ from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
 from nemo_rl.config.schema.named_part import RolloutSourceConfig
 
 NO_LIMIT = 10**9
-"""The number of passes over the data that stands for no limit."""
+"""Number of passes over the data that means no limit."""
 
 
 def _passes(number: int) -> int:
@@ -34,36 +34,36 @@ def _passes(number: int) -> int:
 
 
 Epochs = Annotated[int, Field(ge=-1, le=10**12), AfterValidator(_passes)]
-"""Passes over the training data; -1: no limit."""
+"""Number of passes over the training data; -1: no limit."""
 
 
 class RolloutTrainingConfig(Section):
     """Steps, prompts and validation of a run that samples answers."""
 
     num_prompts_per_step: Count = 32
-    """Prompts drawn from the data for each training step."""
+    """Number of prompts drawn from the data for each training step."""
     num_generations_per_prompt: Count = 16
-    """Answers sampled for each prompt, the group size."""
+    """Number of answers sampled for each prompt (the group size)."""
     max_num_steps: Amount = 1_000_000
     """Training stops after this many steps."""
     max_num_epochs: Epochs = 1
     """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
     has as many prompts as all data sets together have rows."""
     max_rollout_turns: Count = 1
-    """Most turns of model and environment in one rollout."""
+    """Largest number of turns of model and environment in one rollout."""
     max_episode_tokens: Tokens | None = None
-    """Most tokens that the model writes in all turns of one rollout; null: only policy.generation.max_new_tokens bounds
-    each turn, and policy.max_total_sequence_length bounds the whole rollout."""
+    """Largest number of tokens that the model writes in all turns of a rollout; null: only
+    policy.generation.max_new_tokens limits each turn, and policy.max_total_sequence_length the whole rollout."""
     max_idle_steps: Count = 5
-    """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
-    gradients are not finite."""
+    """The run ends with an error after this number of consecutive steps without an update: no sample counts in the
+    loss, or the gradients are not finite."""
     seed: Seed = 42
     """Seed of data order, initialisation and sampling."""
     overlong_filtering: bool = False
-    """Exclude answers that hit the length limit from the loss; their rewards still count in the baseline of the other
+    """Exclude answers that hit the length limit from the loss. Their rewards still count in the baseline of the other
     answers."""
     val_period: AmountOrMinusOne = 10
-    """Steps from one validation to the next; 0 or -1: only at start or end."""
+    """Number of steps between two validations; 0 or -1: only at start or end."""
     val_start_at: AmountOrMinusOne = -1
     """First step at which periodic validation may run; -1: no delay."""
     val_at_start: bool = False
@@ -71,23 +71,23 @@ class RolloutTrainingConfig(Section):
     val_at_end: bool = False
     """Validate after the last step."""
     val_batch_size: Count | None = 256
-    """Prompts in one validation batch; null: all in one batch."""
+    """Number of prompts in one validation batch; null: all in one batch."""
     max_val_samples: Amount | None = 256
     """Prompts validated in total, equally many of each data set if it has so many; null: all of the validation data."""
     val_num_generations_per_prompt: Count = 1
     """Answers per validation prompt; more than 1 adds the metric pass_k, the share of prompts with a reward above 0."""
     stop_at_validation_metric: str | None = None
-    """Validation metric, e.g. accuracy, that can end the run early; null: none."""
+    """Validation metric, e.g. accuracy, that can end the run early; null: no early end."""
     stop_at_validation_threshold: Number | None = None
     """Value of stop_at_validation_metric at which the run ends."""
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
-    """Whether sampling and training overlap."""
+    """Overlap of sampling and training."""
     rollout_source: RolloutSourceConfig = Field(default_factory=RolloutSourceConfig)
     """Source of the groups of answers of a step."""
 
 
 class RewardScalingConfig(Section):
-    """A linear map of rewards, and with gdpo of each component, from a source range to a target range."""
+    """A linear map of rewards (with gdpo, of each component) from a source range to a target range."""
 
     enabled: bool = False
     """Map rewards linearly from source to target range."""
@@ -96,30 +96,30 @@ class RewardScalingConfig(Section):
     source_max: Number = 1.0
     """Reward that becomes target_max; higher rewards become target_max too."""
     target_min: Number = 0.0
-    """Low end of the new range."""
+    """Lower end of the target range."""
     target_max: Number = 1.0
-    """High end of the new range."""
+    """Upper end of the target range."""
 
 
 class RewardShapingConfig(Section):
-    """DAPO's penalties on over-long answers."""
+    """DAPO's penalties on overlong answers."""
 
     enabled: bool = False
-    """Apply the length penalties below to each total reward; gdpo's advantages come from the components and do not
-    change."""
+    """Apply the length penalties below to each total reward. The advantages of gdpo are computed from components and do
+    not change."""
     max_response_length: Count | None = derived("${policy.max_total_sequence_length}")
-    """Answer length in tokens at which the full penalty applies; all turns count (in NeMo RL only the first), since
-    all of them are trained on."""
+    """Answer length in tokens at which the full penalty applies. All turns count (in NeMo RL only the first), because
+    all of them are trained."""
     overlong_buffer_length: CountOrZero | None = 128
-    """Tokens before max_response_length over which the penalty grows linearly; a value above max_response_length gives
-    even the shortest answer a part of the penalty."""
+    """Number of tokens before max_response_length over which the penalty grows linearly. If it is above
+    max_response_length, even the shortest answer gets a part of the penalty."""
     overlong_buffer_penalty: FactorOrZero | None = 1.0
     """Penalty at max_response_length, subtracted from the reward."""
     limit_overlong_penalty: bool = False
-    """Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: the penalty continues
-    to grow at the same rate, as in NeMo RL. Without a buffer the penalty is always limited."""
+    """Limit the penalty of longer answers to overlong_buffer_penalty, as in DAPO's paper; false: the penalty continues
+    to grow at the same rate, as in NeMo RL. Without a buffer, the penalty is always limited."""
     stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Factor on the reward of cut-off answers, used instead of the ramp; null: off."""
+    """Factor of the reward of truncated answers, used instead of the overlong penalty; null: off."""
 
 
 class RewardedTrainingConfig(RolloutTrainingConfig):
@@ -137,15 +137,14 @@ class RewardedTrainingConfig(RolloutTrainingConfig):
     reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
     """Penalties on over-long answers."""
     use_dynamic_sampling: bool = False
-    """DAPO: drop prompts whose scaled rewards are all equal and draw others instead; this also holds with the
-    leave-one-out baseline, where NeMo RL drops single answers whose peers are all equal."""
+    """DAPO: drop prompts whose scaled rewards are all equal, and draw others instead. This also applies to the
+    leave-one-out baseline, for which NeMo RL drops single answers whose peers are all equal."""
     batch_multiplier: Annotated[Annotated[float, Field(ge=1, le=1000)], OnlyWith("use_dynamic_sampling")] = 1.0
     """With dynamic sampling: each round draws num_prompts_per_step times this many prompts; without it no effect."""
     dynamic_sampling_max_gen_batches: Annotated[Count, OnlyWith("use_dynamic_sampling")] = 10
-    """With dynamic sampling: most rounds of one step; if they do not suffice, the run saves and ends."""
+    """With dynamic sampling: largest number of rounds of one step. If they do not suffice, the run saves and ends."""
     seq_logprob_error_threshold: Factor | None = None
-    """Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward still counts in
-    the baseline of the other answers); null: never."""
+    """Mask a sequence whose mean ratio of training to generation probability exceeds this value. Its reward still
+    counts in the baseline of the other answers. null: no mask."""
     skip_reference_policy_logprobs_calculation: bool = False
-    """Assert that the reference policy never runs: true is refused unless loss_fn.reference_policy_kl_penalty=0, in
-    which case it is not needed."""
+    """Require that the reference policy never runs: true is refused unless loss_fn.reference_policy_kl_penalty=0."""

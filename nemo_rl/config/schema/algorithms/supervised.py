@@ -1,4 +1,4 @@
-"""Keys of SFT, DPO and reward-model training: what they share (steps, the policy, the data), and `sft`, `dpo`, `rm`."""
+"""Define the keys of SFT, DPO and reward-model training: common keys (steps, policy, data), and `sft`, `dpo`, `rm`."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -13,7 +13,7 @@ from nemo_rl.config.schema.model.parallel import DynamicBatchingConfig, Sequence
 from nemo_rl.config.schema.model.policy import PolicyConfig, RewardModelConfig
 
 CountOrAll = AmountOrMinusOne
-"""A count, or -1 for all."""
+"""A count, or -1 for all of the data."""
 
 _PAIR_TRAIN_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..train_micro_batch_size}}}"
 _PAIR_LOGPROB_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..logprob_batch_size}}}"
@@ -23,61 +23,61 @@ class SupervisedConfig(Section):
     """Steps, epochs and validation of supervised training."""
 
     max_num_steps: CountOrAll = 60
-    """Training stops after this many steps; -1: never."""
+    """Training stops after this number of steps; -1: no limit."""
     max_num_epochs: Epochs = 1
     """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight one pass
     has as many rows as all data sets together."""
     max_idle_steps: Count = 5
-    """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
-    gradients are not finite."""
+    """The run ends with an error after this number of consecutive steps without an update: no sample counts in the
+    loss, or the gradients are not finite."""
     seed: Seed = 42
     """Seed of data order and initialisation."""
     val_period: CountOrAll = 10
-    """Steps from one validation to the next; 0 or -1: only at start or end."""
+    """Number of steps between two validations; 0 or -1: only at start or end."""
     val_at_start: bool = True
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
     val_batches: CountOrAll = 8
-    """Batches of one validation; -1: all of the data."""
+    """Number of batches of one validation; -1: all of the data."""
     val_global_batch_size: Count = 32
-    """Samples (pairs in DPO and reward models) of one validation batch."""
+    """Number of samples (pairs in DPO and reward models) of one validation batch."""
     val_micro_batch_size: Count = 1
-    """Samples of one validation pass of a rank, if neither packing nor dynamic batching is on."""
+    """Number of samples of a rank's validation microbatch, if neither packing nor dynamic batching is on."""
 
 
 class SupervisedPolicyConfig(PolicyConfig):
     """The model that supervised training updates."""
 
     generation: GenerationConfig | None = None
-    """Must be null: the policy samples no answers."""
+    """Must be null, because the policy does not sample answers."""
 
 
 class PairDynamicBatchingConfig(DynamicBatchingConfig):
     """Microbatches of pairs with a token budget."""
 
     train_mb_tokens: Tokens = derived(_PAIR_TRAIN_TOKENS)
-    """Padded tokens of one training microbatch of pairs."""
+    """Number of padded tokens of a training microbatch of pairs."""
     logprob_mb_tokens: Tokens = derived(_PAIR_LOGPROB_TOKENS)
-    """Padded tokens of one log-prob microbatch."""
+    """Number of padded tokens of a microbatch for log-probabilities."""
 
 
 class PairSequencePackingConfig(SequencePackingConfig):
-    """Packing of several pairs into one row, which holds both answers of each pair."""
+    """Packing of several pairs into one row, which contains both answers of each pair."""
 
     train_mb_tokens: Tokens = derived(_PAIR_TRAIN_TOKENS)
-    """Tokens of one packed row of pairs in training."""
+    """Number of tokens of a packed row of pairs in training."""
     logprob_mb_tokens: Tokens = derived(_PAIR_LOGPROB_TOKENS)
-    """Tokens of one packed row in log-prob passes."""
+    """Number of tokens of a packed row for log-probabilities."""
 
 
 class PairPolicyConfig(SupervisedPolicyConfig):
     """The model that is trained on pairs of answers, with batch sizes that count pairs."""
 
     train_global_batch_size: Count = 128
-    """Pairs of one optimizer update."""
+    """Number of pairs of one optimizer update."""
     train_micro_batch_size: Count = 2
-    """Pairs of one pass of a rank."""
+    """Number of pairs of a rank's microbatch."""
     dynamic_batching: PairDynamicBatchingConfig = Field(default_factory=PairDynamicBatchingConfig)
     """Microbatches by token budget."""
     sequence_packing: PairSequencePackingConfig = Field(default_factory=PairSequencePackingConfig)
@@ -90,9 +90,9 @@ class SupervisedDatasetDefaults(DatasetDefaults):
     idle: ClassVar[dict[str, str]] = {"env_name": "nothing is rewarded here"}
 
     env_name: str | None = None
-    """Not used: nothing is rewarded here."""
+    """Not used, because nothing is rewarded."""
     processor: str | None = "sft_processor"
-    """Function that turns a row into tokens; for pairs, sft_processor stands for the usual function for pairs."""
+    """Function that converts a row to tokens. For pairs, sft_processor means the default function for pairs."""
 
 
 class SupervisedDataConfig(DataConfig):
@@ -103,18 +103,18 @@ class SupervisedDataConfig(DataConfig):
     default: SupervisedDatasetDefaults = Field(default_factory=SupervisedDatasetDefaults)
     """Values of keys that entries leave out."""
     add_bos: bool = True
-    """Add the beginning-of-sequence token where the chat template does not."""
+    """Add the beginning-of-sequence token if the chat template does not."""
     add_eos: bool = True
-    """Add the end-of-sequence token where the chat template does not end with one."""
+    """Add the end-of-sequence token if the chat template does not end with it."""
     add_generation_prompt: bool = True
-    """Count the header of an assistant turn as prompt, as in generation; false: the header is trained on."""
+    """Treat the header of an assistant turn as prompt, as in generation; false: the header counts in the loss."""
 
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning: steps, epochs and validation."""
 
     only_unmask_final: bool = False
-    """Train on the last assistant turn of a conversation only, not on all of them."""
+    """Train only on the last assistant turn of a conversation instead of all assistant turns."""
 
 
 PreferenceLossName = Literal["sigmoid", "ipo", "hinge", "robust", "rpo", "simpo", "orpo", "kto"]
@@ -124,13 +124,13 @@ class DPOConfig(SupervisedConfig):
     """Direct preference optimisation: steps, validation and the loss."""
 
     max_num_steps: CountOrAll = 150
-    """Training stops after this many steps; -1: never."""
+    """Training stops after this number of steps; -1: no limit."""
     val_period: CountOrAll = 25
-    """Steps from one validation to the next; 0 or -1: only at start or end."""
+    """Number of steps between two validations; 0 or -1: only at start or end."""
     val_global_batch_size: Count = 8
-    """Pairs of one validation batch."""
+    """Number of pairs of one validation batch."""
     reference_policy_kl_penalty: Factor = 0.05
-    """Beta: the factor that turns a log-probability ratio into a reward."""
+    """Beta: the factor of a log-probability ratio in the reward."""
     preference_loss: PreferenceLossName = "sigmoid"
     """Loss on a pair: sigmoid (DPO), ipo, hinge, robust (noisy labels), rpo (DPO plus likelihood of the chosen answer),
     simpo and orpo (both without a reference); or kto, a loss on single answers labelled desirable or undesirable, for
@@ -140,13 +140,13 @@ class DPOConfig(SupervisedConfig):
     sft_loss_weight: FactorOrZero = 0.0
     """Weight of the negative log-likelihood of the chosen answer."""
     preference_average_log_probs: bool = False
-    """Divide log-ratios by answer length; ipo, simpo and orpo always do."""
+    """Divide log-ratios by the length of the answer. ipo, simpo and orpo always do this."""
     sft_average_log_probs: bool = derived("${.preference_average_log_probs}")
-    """Divide the log-likelihood of the chosen answer by its length; rpo and orpo always do."""
+    """Divide the log-likelihood of the chosen answer by its length. rpo and orpo always do this."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of pairs whose labels are assumed to be swapped, for sigmoid and robust."""
     target_margin: FactorOrZero = 0.5
-    """SimPO's gamma: reward by which the chosen answer should lead."""
+    """SimPO's gamma: amount by which the reward of the chosen answer should exceed that of the rejected answer."""
     desirable_weight: Factor = 1.0
     """KTO's weight of desirable answers, lambda_D."""
     undesirable_weight: Factor = 1.0
@@ -157,21 +157,21 @@ class RMConfig(SupervisedConfig):
     """Reward-model training: steps, validation and the Bradley-Terry loss."""
 
     max_num_steps: CountOrAll = -1
-    """Training stops after this many steps; -1: never."""
+    """Training stops after this number of steps; -1: no limit."""
     val_period: CountOrAll = 16
-    """Steps from one validation to the next; 0 or -1: only at start or end."""
+    """Number of steps between two validations; 0 or -1: only at start or end."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_batches: CountOrAll = -1
-    """Batches of one validation; -1: all of the data."""
+    """Number of batches of one validation; -1: all of the data."""
     margin: FactorOrZero = 0.0
-    """Score by which the chosen answer should lead before its loss falls below ln 2."""
+    """Difference of scores (chosen minus rejected) at which the loss of a pair is ln 2."""
     center_rewards_coefficient: FactorOrZero = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores centred on 0."""
 
 
 class ScoringModelConfig(RewardModelConfig):
-    """A scalar head instead of a vocabulary."""
+    """A scalar head instead of an output head for the vocabulary."""
 
     enabled: bool = True
     """Give the model a scalar head."""

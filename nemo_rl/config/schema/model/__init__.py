@@ -1,1 +1,1 @@
-"""Sections of a model: policy, parallelism, generation, Megatron."""
+"""Define the sections of a model: policy, parallelism, generation, Megatron."""

@@ -1,4 +1,4 @@
-"""Keys of a model that another server has."""
+"""Define the keys of a model on another server."""
 
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ _OURS = ("messages", "model", "n", "stream")
 
 def _variable_name(name: str) -> str:
     if not (name.isascii() and name.isidentifier()):
-        # The message does not repeat the text, because the text may be the key itself.
+        # # The message does not repeat the text, because it may be the key itself.
         raise PydanticCustomError(
             "api_key_env", "it is no name of an environment variable. Export the key in a variable and give its name"
         )
@@ -26,27 +26,27 @@ VariableName = Annotated[str, AfterValidator(_variable_name)]
 
 
 class ModelEndpointConfig(Section):
-    """The model of an OpenAI-compatible endpoint, which is evaluated in place of one on engines of the run."""
+    """The model of an OpenAI-compatible endpoint, which is evaluated instead of one on engines of the run."""
 
     base_url: HttpAddress
-    """Address of the endpoint up to its version, for example http://127.0.0.1:8000/v1."""
+    """Address of the endpoint including the version, for example http://127.0.0.1:8000/v1."""
     model: Annotated[str, Field(min_length=1)]
     """Name of the model at the endpoint."""
     api_key_env: VariableName | None = None
     """Environment variable with the key, which is never logged or stored; null: no key is sent."""
     max_concurrent_requests: Count = 64
-    """Requests at the same time."""
+    """Number of concurrent requests."""
     timeout_s: Seconds = 600.0
     """Time limit of one request in seconds."""
     max_attempts: Count = 6
-    """Most requests for one answer. A request is repeated if the endpoint cannot be reached, is overloaded or fails;
-    after the last one the sample has an error."""
+    """Largest number of requests for one answer. A request is repeated if the endpoint cannot be reached, is overloaded
+    or fails. After the last request, the sample gets an error."""
     backoff_s: Seconds = 1.0
-    """Seconds before the second request, doubled for each further one unless the endpoint asks for more."""
+    """Seconds before the second request, doubled for each further request unless the endpoint requests more."""
     max_backoff_s: Seconds = 60.0
-    """Longest wait between two requests, unless the endpoint asks for more."""
+    """Longest wait between two requests in seconds, unless the endpoint requests more."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """More fields of each request. They replace fields that generation sets, and a field that is null is left out."""
+    """Additional fields of each request. They replace fields that generation sets. A field that is null is left out."""
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:

@@ -1,7 +1,7 @@
-"""Keys of `policy.megatron_cfg`: training with Megatron Core.
+"""Define the keys of `policy.megatron_cfg` for training with Megatron Core.
 
-Names, meanings and defaults are NeMo RL's. Invariant: a fusion or kernel that only Transformer Engine has is used where
-Transformer Engine is installed; elsewhere plain PyTorch computes the same numbers.
+Names, meanings and defaults are those of NeMo RL. Invariant: a fusion or kernel of Transformer Engine is used if
+Transformer Engine is installed. Otherwise, plain PyTorch computes the same numbers.
 """
 
 from collections.abc import Mapping
@@ -33,33 +33,33 @@ _FSDP = "Megatron's own FSDP"
 
 
 class MegatronOptimizerConfig(Section):
-    """The optimizer of Megatron Core, in place of `policy.optimizer`."""
+    """The optimizer of Megatron Core, used instead of `policy.optimizer`."""
 
     later: ClassVar[dict[str, str]] = {"fp16": "float16 training"}
     ignored: ClassVar[dict[str, str]] = {"bf16": _BY_PRECISION, "params_dtype": _BY_PRECISION}
 
     optimizer: Literal["adam", "sgd"] = "adam"
-    """Adam with decoupled weight decay, or SGD."""
+    """The optimizer: Adam with decoupled weight decay, or SGD."""
     lr: LearningRate = 5.0e-6
     """Highest learning rate."""
     min_lr: LearningRateOrZero = 5.0e-7
     """Learning rate at the end of a decay."""
     weight_decay: FactorOrZero = 0.01
-    """Default of scheduler.start_weight_decay and end_weight_decay; only these two keys are used."""
+    """Default of scheduler.start_weight_decay and end_weight_decay. Only these two keys are used."""
     adam_beta1: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of Adam's mean of gradients."""
+    """Decay rate of Adam's mean of gradients."""
     adam_beta2: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.999, ge=0.0, lt=1.0)
-    """Decay of Adam's mean of squares."""
+    """Decay rate of Adam's mean of squared gradients."""
     adam_eps: Annotated[Factor, OnlyWith("optimizer", ("adam",))] = 1e-8
-    """Added to Adam's denominator."""
+    """Value added to Adam's denominator."""
     sgd_momentum: Annotated[float, OnlyWith("optimizer", ("sgd",))] = Field(default=0.9, ge=0.0, lt=1.0)
     """Momentum of SGD."""
     use_distributed_optimizer: bool = True
     """Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."""
     use_precision_aware_optimizer: bool = True
-    """Use Transformer Engine's Adam, which holds its own state; without Transformer Engine torch's Adam is used."""
+    """Use Transformer Engine's Adam, which stores its own state. Without Transformer Engine, torch's Adam is used."""
     optimizer_cpu_offload: bool = False
-    """On GPUs: hold the optimizer state in host memory and update it there."""
+    """On GPUs: keep the optimizer state in host memory and update it there."""
     optimizer_offload_fraction: Annotated[float, OnlyWith("optimizer_cpu_offload")] = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the optimizer state that optimizer_cpu_offload moves."""
     overlap_cpu_optimizer_d2h_h2d: Annotated[bool, OnlyWith("optimizer_cpu_offload")] = False
@@ -69,7 +69,7 @@ class MegatronOptimizerConfig(Section):
 
 
 class MegatronSchedulerConfig(Section):
-    """Learning rate and weight decay by training step, in place of `policy.scheduler`."""
+    """Learning rate and weight decay by training step, used instead of `policy.scheduler`."""
 
     ignored: ClassVar[dict[str, str]] = {"override_opt_param_scheduler": "NeMo RL does not read it either"}
 
@@ -79,9 +79,9 @@ class MegatronSchedulerConfig(Section):
     ] = "constant"
     """Shape of the learning-rate decay after the warm-up."""
     lr_decay_iters: Amount | None = 1000
-    """Steps until the learning rate is optimizer.min_lr; null only with constant."""
+    """Number of steps until the learning rate is optimizer.min_lr; null only with constant."""
     lr_warmup_iters: AmountOrZero = 13
-    """Steps of a linear rise to optimizer.lr."""
+    """Number of steps of the linear rise to optimizer.lr."""
     lr_warmup_init: LearningRateOrZero = 5.0e-7
     """Learning rate at the start of the rise."""
     start_weight_decay: FactorOrZero = derived("${..optimizer.weight_decay}")
@@ -93,7 +93,7 @@ class MegatronSchedulerConfig(Section):
 
 
 class MegatronDDPConfig(Section):
-    """Summing of gradients and gathering of weights over data-parallel ranks."""
+    """Sums of gradients and gathering of weights over data-parallel ranks."""
 
     later: ClassVar[dict[str, str]] = {"use_custom_fsdp": _FSDP}
     ignored: ClassVar[dict[str, str]] = {
@@ -102,12 +102,12 @@ class MegatronDDPConfig(Section):
     }
 
     grad_reduce_in_fp32: bool = True
-    """Hold and sum gradients in float32, as the other backend does; false takes half the memory and loses small
-    gradients when an update has many microbatches."""
+    """Store and sum gradients in float32, as in the other backend; false: use half the memory, but lose small gradients
+    in updates with many microbatches."""
     overlap_grad_reduce: bool = True
     """Sum gradients during the backward pass of the last microbatch."""
     overlap_param_gather: bool = True
-    """Gather updated weights during the forward pass; needs the distributed optimizer."""
+    """Gather updated weights during the forward pass. This requires the distributed optimizer."""
 
 
 MEGATRON_LINEAR_LAYERS = (
@@ -121,26 +121,26 @@ MEGATRON_LINEAR_LAYERS = (
     "linear_kv_down_proj",
     "linear_kv_up_proj",
 )
-"""Last parts of the names of Megatron Core's linear layers; those after `linear_fc2` belong to latent attention."""
+"""Last parts of the names of Megatron Core's linear layers. Those after `linear_fc2` belong to latent attention."""
 
 
 class MegatronPeftConfig(AdapterConfig):
-    """Train low-rank adapters instead of the model's weights."""
+    """Training of low-rank adapters instead of the model's weights."""
 
     ignored: ClassVar[dict[str, str]] = {
         "a2a_experimental": "adapters exchange products of their rank's width, never whole activations"
     }
 
     target_modules: list[str] = Field(default_factory=list)
-    """Layers to adapt: last parts of Megatron Core's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, the layers
-    of latent attention), longer names or wildcards; an empty list: all but exclude_modules. Routed experts and the
-    output head have no adapters."""
+    """Layers to adapt, as last parts of Megatron Core's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, the
+    layers of latent attention), longer names or wildcards; an empty list: all layers but exclude_modules. Routed
+    experts and the output head have no adapters."""
     lora_A_init_method: Literal["xavier", "uniform"] = "xavier"
-    """Initial values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."""
+    """Initial values of A: Glorot's normal distribution, or uniform within 1 / sqrt(inputs)."""
     lora_B_init_method: Annotated[
         Literal["zero", "xavier", "uniform"], Only(("zero",), "adapters that change the model before it is trained")
     ] = "zero"
-    """Initial values of B; zero: a new adapter changes nothing."""
+    """Initial values of B. With zero, a new adapter has no effect."""
     lora_dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         BeforeValidator(lambda name: None if name == "None" else name),  # as NeMo RL's own files write null
@@ -151,24 +151,24 @@ class MegatronPeftConfig(AdapterConfig):
 class MegatronFp8Config(Section):
     """Training with float8 matrix products, by Transformer Engine on GPUs, but with unchanged weights and gradients.
 
-    Lengths of rows are padded to a multiple of what the recipe's kernels accept.
+    Rows are padded to a multiple of the length that the recipe's kernels require.
     """
 
     enabled: bool = False
     """Train in float8."""
     fp8: Literal["e4m3", "hybrid"] = "e4m3"
-    """Format: e4m3, or hybrid for gradients in e5m2."""
+    """Float8 format: e4m3, or hybrid with e5m2 for gradients."""
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "blockwise"
-    """Scales: one for each tensor (tensorwise; delayed: from earlier steps), for each block of 128 x 128 weights and
-    1 x 128 activations (blockwise), or for 32 values (mxfp8, on Blackwell GPUs)."""
+    """Granularity of scales. tensorwise: one per tensor; delayed: one per tensor, from earlier steps; blockwise: one
+    per block of 128 x 128 weights or 1 x 128 activations; mxfp8: one per 32 values, on Blackwell GPUs."""
     fp8_param: Annotated[bool, Only((False,), "weights of training that are held in float8")] = False
-    """Hold the weights in float8 too."""
+    """Also store the weights in float8."""
     force_clear_fp8_caches: bool = False
-    """Free Transformer Engine's float8 copies of the weights before weights are sent to engines."""
+    """Free Transformer Engine's float8 copies of weights before weights are sent to engines."""
 
 
 class MegatronCheckpointConfig(Section):
-    """Writing of checkpoints, at the times and places that the section `checkpointing` sets."""
+    """Writing of checkpoints. The section `checkpointing` sets times and places."""
 
     ignored: ClassVar[dict[str, str]] = dict.fromkeys(
         (
@@ -179,7 +179,7 @@ class MegatronCheckpointConfig(Section):
     )
 
     async_save: bool = False
-    """The same as checkpointing.is_async; either of the two switches it on."""
+    """Same as checkpointing.is_async. Either of the two enables it."""
 
 
 class MegatronConfig(BackendSection):
@@ -230,7 +230,7 @@ class MegatronConfig(BackendSection):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report options of recomputation where it is off, and the rate of a bias that the model does not have."""
+        """Report recomputation options if recomputation is off, and the rate of a bias that the model lacks."""
         off = not values.get("activation_checkpointing")
         options = ("recompute_granularity", "recompute_modules")
         told = {key: "activation_checkpointing is false" for key in options if off}
@@ -243,39 +243,39 @@ class MegatronConfig(BackendSection):
 
     @property
     def num_mtp_modules(self) -> int:
-        """The number of layers for multi-token prediction that have weights of their own."""
+        """Return the number of multi-token-prediction layers with their own weights."""
         return min(self.mtp_num_layers, 1) if self.mtp_use_repeated_layer else self.mtp_num_layers
 
     @property
     def trains_mtp(self) -> bool:
-        """True if the layers for multi-token prediction have a loss."""
+        """Return True if the multi-token-prediction layers have a loss."""
         return self.mtp_num_layers > 0 and self.mtp_loss_scaling_factor > 0
 
     enabled: bool = False
-    """Train with this backend, with dtensor_cfg.enabled: false."""
+    """Train with this backend. Set dtensor_cfg.enabled to false."""
     tensor_model_parallel_size: Count = 1
-    """Ranks that share each layer."""
+    """Number of ranks that divide each layer."""
     sequence_parallel: bool = False
-    """Split norms and dropout along the sequence between tensor-parallel ranks; required to train mixtures of experts
+    """Divide norms and dropout along the sequence between tensor-parallel ranks. Required to train mixtures of experts
     with tensor parallelism."""
     context_parallel_size: Count = 1
-    """Ranks that share each sequence."""
+    """Number of ranks that divide each sequence."""
     pipeline_model_parallel_size: Count = 1
-    """Stages that the layers are divided into."""
+    """Number of stages into which the layers are divided."""
     virtual_pipeline_model_parallel_size: Count | None = None
-    """Chunks of layers of each stage; above 1 the schedule is interleaved; null: 1."""
+    """Number of chunks of layers of each stage; above 1, the schedule is interleaved; null: 1."""
     num_layers_in_first_pipeline_stage: Count | None = None
-    """Layers of the first stage; null: as many as in the other stages."""
+    """Number of layers of the first stage; null: the same number as in the other stages."""
     num_layers_in_last_pipeline_stage: Count | None = None
-    """Layers of the last stage; null: as many as in the other stages."""
+    """Number of layers of the last stage; null: the same number as in the other stages."""
     expert_model_parallel_size: Count = 1
-    """Ranks that share the experts of a layer; they come from the data, context and tensor axes."""
+    """Number of ranks that divide the experts of a layer. They are taken from the data, context and tensor axes."""
     expert_tensor_parallel_size: Count = 1
-    """Ranks that share each single expert; they come from the data, context and tensor axes too."""
+    """Number of ranks that divide each single expert. They are also taken from the data, context and tensor axes."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """With activation_checkpointing: whole layers, or the modules of recompute_modules."""
+    """With activation_checkpointing: recompute whole layers, or only the modules of recompute_modules."""
     recompute_modules: (
         list[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]] | None
     ) = None
@@ -285,53 +285,53 @@ class MegatronConfig(BackendSection):
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"
     """Number format of routing; null: policy.precision."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
-    """Loss that spreads tokens evenly over experts, if any: computed over the tokens of a microbatch, of each sequence,
-    or of all ranks."""
+    """Loss that distributes tokens evenly over experts, if any. It is computed over the tokens of a microbatch, of each
+    sequence, or of all ranks."""
     moe_aux_loss_coeff: FactorOrZero | None = None
-    """Factor of the loss that spreads tokens; null: router_aux_loss_coef of the model's configuration, or 0."""
+    """Factor of the loss that distributes tokens; null: router_aux_loss_coef of the model's configuration, or 0."""
     moe_router_enable_expert_bias: bool | None = None
     """Add a bias per expert in the choice of experts; null: as in the model."""
     moe_router_bias_update_rate: FactorOrZero = 0.0
-    """Change of the bias of an expert per update, in favour of experts with few tokens."""
+    """Change of an expert's bias per update, in favour of experts with few tokens."""
     moe_router_num_groups: Count | None = None
-    """Number of groups that the experts are divided into; null: as in the model."""
+    """Number of groups into which the experts are divided; null: as in the model."""
     moe_router_group_topk: Count | None = None
-    """Number of groups that the experts of a token come from; null: as in the model."""
+    """Number of groups from which the experts of a token are chosen; null: as in the model."""
     moe_token_dispatcher_type: Annotated[
         Literal["alltoall", "allgather", "flex"], Only(("alltoall", "allgather"), _DEEPEP)
     ] = "alltoall"
-    """Way in which tokens reach the ranks of their experts."""
+    """Method by which tokens are sent to the ranks of their experts."""
     mtp_num_layers: CountOrZero = 0
-    """Layers for multi-token prediction that are part of the model: loaded, written to checkpoints and sent to engines
-    (DeepSeek-V3)."""
+    """Number of multi-token-prediction layers of the model (DeepSeek-V3), which are loaded, saved and sent to
+    engines."""
     mtp_loss_scaling_factor: Annotated[FactorOrZero, OnlyWith("mtp_num_layers")] = 0.0
     """Factor of the loss of these layers, the cross-entropy with the trained tokens; 0: their weights do not change."""
     mtp_use_repeated_layer: bool = False
-    """Apply the first of these layers mtp_num_layers times, instead of as many layers."""
+    """Apply the first of these layers mtp_num_layers times, instead of different layers."""
     mtp_detach_heads: bool = False
-    """The loss of multi-token prediction changes only its own layers, whose gradients are clipped separately."""
+    """Let the multi-token-prediction loss change only its own layers, whose gradients are clipped separately."""
     moe_per_layer_logging: bool = False
     """Also report the load of experts of each layer, as moe/layer_<n>/load_max and so on."""
     moe_grouped_gemm: bool | None = None
-    """Compute all experts of a rank in one product, with Transformer Engine; null: where it is installed."""
+    """Compute all experts of a rank in one product, with Transformer Engine; null: if it is installed."""
     moe_permute_fusion: bool = True
     """Sort tokens by expert in one kernel, with Transformer Engine."""
     moe_shared_expert_overlap: bool = False
-    """Compute shared experts while tokens are exchanged; needs alltoall."""
+    """Compute shared experts while tokens are exchanged. This requires alltoall."""
     apply_rope_fusion: bool = True
     """Apply rotary position embeddings in one fused kernel, with Transformer Engine."""
     bias_activation_fusion: bool = True
-    """Apply bias and activation function of a layer in one kernel, on GPUs."""
+    """Apply the bias and the activation function of a layer in one kernel, on GPUs."""
     gradient_accumulation_fusion: bool = False
     """Add a weight's gradient to the sum in the matrix product that computes it, on GPUs with Transformer Engine."""
     transformer_impl: Literal["local", "transformer_engine"] | None = None
-    """Use layers of PyTorch (local) or of Transformer Engine; null: the latter where installed."""
+    """Use layers of PyTorch (local) or of Transformer Engine; null: Transformer Engine if it is installed."""
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = None
     """Attention kernels of Transformer Engine; null: Transformer Engine chooses."""
     empty_unused_memory_level: Literal[0, 1, 2] = 1
-    """Free cached GPU memory never (0), after each update (1), or also before it (2)."""
+    """When to free cached GPU memory: never (0), after each update (1), or also before it (2)."""
     model_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Fields of Megatron Core's TransformerConfig to change; they override all others."""
+    """Fields of Megatron Core's TransformerConfig to change, which override all other settings."""
     freeze_config: FreezeConfig = Field(default_factory=FreezeConfig)
     """Parts of a model that are not trained, in NeMo RL."""
     checkpoint: MegatronCheckpointConfig = Field(default_factory=MegatronCheckpointConfig)
@@ -341,7 +341,7 @@ class MegatronConfig(BackendSection):
     peft: MegatronPeftConfig = Field(default_factory=MegatronPeftConfig)
     """Low-rank adapters."""
     distributed_data_parallel_config: MegatronDDPConfig = Field(default_factory=MegatronDDPConfig)
-    """Exchange between data-parallel ranks."""
+    """Sums of gradients and gathering of weights over data-parallel ranks."""
     optimizer: MegatronOptimizerConfig = Field(default_factory=MegatronOptimizerConfig)
     """The optimizer."""
     scheduler: MegatronSchedulerConfig = Field(default_factory=MegatronSchedulerConfig)

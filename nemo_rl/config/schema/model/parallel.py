@@ -1,6 +1,6 @@
-"""Keys of `policy` for training backends, parallelism, batching and packing.
+"""Define the keys of `policy` for training backends, parallelism, batching and packing.
 
-Invariant: these keys change speed and memory, never the result; only `lora_cfg` changes what is trained.
+Invariant: these keys change speed and memory but not results. Only `lora_cfg` changes what is trained.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from nemo_rl.config.schema.cluster import EnvVars
 
 
 class BackendSection(Section):
-    """Base of the sections of training backends: sizes of parallel axes, each under the backend's own key."""
+    """Base of the sections of training backends, with the sizes of parallel axes under the backend's own keys."""
 
     size_keys: ClassVar[Mapping[str, str]] = {}
-    """Key of the size of an axis (`parallel_layout.AXES`, `ep`, `etp`, `virtual`); without a key it has size 1."""
+    """Key of the size of an axis (`parallel_layout.AXES`, `ep`, `etp`, `virtual`). An axis without a key has size 1."""
 
     def size(self, axis: str) -> int:
         """Return the configured size of an axis."""
@@ -32,34 +32,34 @@ _LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}
 
 
 class AdapterConfig(Section):
-    """Base of the sections on adapters."""
+    """Base of the sections of adapters."""
 
     enabled: bool = False
-    """Freeze the model and train adapters on its linear layers."""
+    """Freeze the model, and train adapters on its linear layers."""
     dim: Count = 8
     """Rank of the adapters."""
     alpha: Count = 32
-    """Scale of the adapters: the product of their two matrices is multiplied by alpha / dim."""
+    """Scale of the adapters. The product of their two matrices is multiplied by alpha / dim."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout probability in the adapters."""
     dropout_position: Literal["pre", "post"] = "post"
     """Dropout on the adapter's input (pre) or on its output (post)."""
     exclude_modules: list[str] = Field(default_factory=list)
-    """Layers without adapters, named like target_modules."""
+    """Layers without adapters, named as in target_modules."""
 
 
 class LoraConfig(AdapterConfig):
-    """Train low-rank adapters instead of the model's weights."""
+    """Training of low-rank adapters instead of the model's weights."""
 
     ignored: ClassVar[dict[str, str]] = {"use_triton": "adapters are plain matrix products"}
 
     match_all_linear: bool = True
     """Adapt every linear layer except the output head."""
     target_modules: list[str] = Field(default_factory=list)
-    """Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards; an empty list: all
-    but exclude_modules."""
+    """Layers to adapt with match_all_linear: false, as full names, last parts (q_proj) or wildcards; an empty list: all
+    layers but exclude_modules."""
     lora_A_init: Literal["xavier", "uniform"] = "xavier"
-    """Initial values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."""
+    """Initial values of A: Glorot's normal distribution, or uniform within 1 / sqrt(inputs)."""
 
     @model_validator(mode="after")
     def _names_layers_once(self) -> Self:
@@ -135,7 +135,7 @@ _OF_AN_AXIS = {
     "context_parallel_method": ("context_parallel_size", "all_gather"),
     "virtual_pipeline_size": ("pipeline_parallel_size", 1),
 }
-"""Options that belong to a parallel axis, each with the key of the axis's size and with the option's default."""
+"""Options of a parallel axis, with the key of the axis's size and the option's default."""
 
 
 _SIZE_KEYS = {
@@ -159,7 +159,7 @@ class DTensorConfig(BackendSection):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the options of an axis that has one rank."""
+        """Report the options of an axis with one rank."""
         told = {
             key: f"{axis} is 1"
             for key, (axis, default) in _OF_AN_AXIS.items()
@@ -172,46 +172,46 @@ class DTensorConfig(BackendSection):
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory between uses."""
     activation_checkpointing: bool | Literal["selective"] = False
-    """Recompute activations in the backward pass to save memory: true recomputes all of a decoder layer, selective all
+    """Recompute activations in the backward pass to save memory. true recomputes all of a decoder layer, selective all
     except the outputs of matrix products and attention."""
     keep_gathered: bool = False
     """Gather parameters (and cast them to the precision) once for all microbatches of an update, and free them at its
-    end. It saves communication and memory traffic, and needs memory for the whole model in this precision. Pipeline
-    stages always do so. No effect on one rank that computes in float32."""
+    end. This saves communication and memory traffic, and needs memory for the whole model in this precision. Pipeline
+    stages always do this. It has no effect on a single rank that computes in float32."""
     compile_layers: bool | None = None
     """Compile decoder layers (torch.compile), so that elementwise operations between matrix products are fused: fewer
     kernels and less memory traffic, but up to some minutes of compilation in the first steps. Attention is not
     compiled. Not for models with experts, not with tensor parallelism, activation_checkpointing=selective and
     logger.record_modules. null: false, as long as no GPU has shown that it is faster."""
     flash_attention_version: Literal[2, 3] = 2
-    """Flash attention of packed rows on GPUs: torch's own (2), or 3 from the package flash_attn_interface, which is
-    faster on GPUs of compute capability 9.0 (Hopper) and runs on no others."""
+    """Version of flash attention for packed rows on GPUs: 2 is torch's own; 3 is that of the package
+    flash_attn_interface, which is faster on GPUs of compute capability 9.0 (Hopper) and runs on no others."""
     dp_replicate_size: Count = 1
-    """Copies of the sharded model (HSDP): parameters are gathered within a copy only."""
+    """Number of copies of the sharded model (HSDP). Parameters are gathered only within a copy."""
     tensor_parallel_size: Count = 1
-    """Ranks that share each layer."""
+    """Number of ranks that divide each layer."""
     sequence_parallel: bool = False
-    """Split norms and dropout along the sequence between tensor-parallel ranks."""
+    """Divide norms and dropout along the sequence between tensor-parallel ranks."""
     context_parallel_size: Count = 1
-    """Ranks that share each sequence."""
+    """Number of ranks that divide each sequence."""
     context_parallel_method: Literal["all_gather", "ulysses"] = "all_gather"
-    """Way in which attention sees the whole sequence: keys and values are gathered, or tokens are exchanged for heads
-    (Ulysses)."""
+    """Method by which attention gets the whole sequence: keys and values are gathered, or tokens are exchanged for
+    heads (Ulysses)."""
     pipeline_parallel_size: Count = 1
-    """Stages that the layers are divided into."""
+    """Number of stages into which the layers are divided."""
     virtual_pipeline_size: Count = 1
-    """Chunks of layers of each stage; above 1 the schedule is interleaved."""
+    """Number of chunks of layers of each stage; above 1, the schedule is interleaved."""
     expert_parallel_size: Count = 1
-    """Ranks that share the experts of a layer."""
+    """Number of ranks that divide the experts of a layer."""
     moe_parallelizer: MoeParallelizerConfig = Field(default_factory=MoeParallelizerConfig)
     """Sharding of experts that are divided among ranks."""
     moe_aux_loss_coeff: FactorOrZero | None = None
-    """Factor of the loss that spreads tokens evenly over experts, which needs one more forward pass; null:
-    router_aux_loss_coef of the model's configuration if it sets output_router_logits, else 0."""
+    """Factor of the loss that distributes tokens evenly over experts, which needs one more forward pass; null:
+    router_aux_loss_coef of the model's configuration if it sets output_router_logits, otherwise 0."""
     freeze_moe_router: bool = False
     """Do not train the routers of mixtures of experts."""
     custom_parallel_plan: str | None = None
-    """Dotted path of a tensor-parallel plan for models that have none."""
+    """Dotted path of a tensor-parallel plan, for models without one."""
     automodel_kwargs: AutomodelConfig = Field(default_factory=AutomodelConfig)
     """Loading of the model in NeMo RL."""
     lora_cfg: LoraConfig = Field(default_factory=LoraConfig)
@@ -239,24 +239,24 @@ class DTensorConfig(BackendSection):
 
 
 class TrainingBackendConfig(BackendSection):
-    """Your own training backend, in place of a built-in one."""
+    """A user-defined training backend, used instead of a built-in one."""
 
     size_keys: ClassVar[Mapping[str, str]] = _SIZE_KEYS
 
     name: Annotated[str, PartName(())]
     """Dotted path of a class, derived from nemo_rl.models.training.backends.TrainingBackend."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Options that the backend reads."""
+    """Options for the backend."""
     pipeline_parallel_size: Count = 1
-    """Stages that the layers are divided into."""
+    """Number of stages into which the layers are divided."""
     dp_replicate_size: Count = 1
-    """Copies of the sharded model."""
+    """Number of copies of the sharded model."""
     context_parallel_size: Count = 1
-    """Ranks that share each sequence."""
+    """Number of ranks that divide each sequence."""
     tensor_parallel_size: Count = 1
-    """Ranks that share each layer."""
+    """Number of ranks that divide each layer."""
     expert_parallel_size: Count = 1
-    """Ranks that share the experts of a layer."""
+    """Number of ranks that divide the experts of a layer."""
     env_vars: EnvVars | None = None
     """Environment variables of the policy's processes."""
 
@@ -267,15 +267,15 @@ class DynamicBatchingConfig(Section):
     enabled: bool = False
     """Fill microbatches up to a number of padded tokens."""
     train_mb_tokens: Tokens = derived(_TRAIN_TOKENS)
-    """Padded tokens of one training microbatch."""
+    """Number of padded tokens of a training microbatch."""
     logprob_mb_tokens: Tokens = derived(_LOGPROB_TOKENS)
-    """Padded tokens of one log-prob microbatch."""
+    """Number of padded tokens of a microbatch for log-probabilities."""
     sequence_length_round: Tokens = 64
-    """Microbatch lengths are rounded up to a multiple of this many tokens."""
+    """Microbatch lengths are rounded up to a multiple of this number of tokens."""
 
 
 _ANOTHER_NAME = {"modified_ffd": "modified_first_fit_decreasing"}
-"""A packing algorithm's name in configuration files for NeMo RL, although NeMo RL has no such algorithm."""
+"""Name of a packing algorithm that NeMo RL's configuration files use, although NeMo RL has no such algorithm."""
 
 
 class SequencePackingConfig(Section):
@@ -294,9 +294,9 @@ class SequencePackingConfig(Section):
     enabled: bool = True
     """Pack sequences instead of padding them."""
     train_mb_tokens: Tokens = derived(_TRAIN_TOKENS)
-    """Tokens of one packed row in training."""
+    """Number of tokens of a packed row in training."""
     logprob_mb_tokens: Tokens = derived(_LOGPROB_TOKENS)
-    """Tokens of one packed row in log-prob passes."""
+    """Number of tokens of a packed row for log-probabilities."""
     algorithm: Annotated[
         Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
         BeforeValidator(lambda name: _ANOTHER_NAME.get(name, name) if isinstance(name, str) else name),
@@ -307,15 +307,15 @@ class SequencePackingConfig(Section):
     session with branches. Scores and gradients are the same up to rounding. Only with the DTensor backend, without
     context and pipeline parallelism, for models in which only attention connects tokens and experts are not trained."""
     max_keys_per_token: Annotated[int, OnlyWith("share_prompts")] = Field(default=4, ge=2, le=10**6)
-    """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Keys
-    and values of shared tokens are repeated before each of their sequences and kept for the backward pass; above this
-    limit another row is started. Predictions of memory count them."""
+    """With share_prompts: largest number of keys and values of attention in a packed row, as a multiple of its token
+    budget. Keys and values of shared tokens are repeated before each of their sequences and kept for the backward pass.
+    Above this limit, another row is started. Memory predictions include them."""
     sequence_length_round: Tokens | None = None
-    """Packed rows are padded to a multiple of this many tokens, so that kernels see fewer lengths; null: only to a
-    multiple of make_sequence_length_divisible_by."""
+    """Packed rows are padded to a multiple of this number of tokens, so that kernels get fewer different lengths; null:
+    only to a multiple of make_sequence_length_divisible_by."""
     microbatch_order: Literal["packer", "largest_first"] | None = "largest_first"
-    """Order in which a rank computes its packed rows: largest first, so that peak memory is reached early, or as the
-    algorithm packed them; null: largest_first."""
+    """Order in which a rank computes its packed rows: largest first, so that peak memory is reached early, or in the
+    order of the algorithm; null: largest_first."""
 
 
 class SchedulerConfig(Section):
@@ -331,7 +331,7 @@ class SchedulerMilestones(Section):
     """Steps at which a list of schedules switches from one to the next."""
 
     milestones: list[Count]
-    """Steps at which the next schedule of the list takes over."""
+    """Steps at which the next schedule of the list begins."""
 
 
 class OptimizerConfig(Section):
@@ -347,4 +347,4 @@ class OptimizerConfig(Section):
             "eps": 1e-8,
         }
     )
-    """Arguments of the class; a mapping in a file replaces this default as a whole."""
+    """Arguments of the class. A mapping in a file replaces this whole default."""

@@ -1,7 +1,7 @@
-"""Keys of `policy`: the model, its tokenizer, batches, optimizer and generation.
+"""Define the keys of `policy`: the model, its tokenizer, batches, optimizer and generation.
 
 A teacher or reward model may reuse `PolicyConfig` under another name. Invariant: derived defaults refer to other keys
-by relative paths, so the section works at any place of a file.
+by relative paths, so the section can be at any place of a file.
 """
 
 from collections.abc import Mapping
@@ -60,13 +60,13 @@ class TokenizerConfig(Section):
     name: str = derived("${..model_name}")
     """Hub id or folder of the tokenizer."""
     chat_template: str | None = "default"
-    """default: the tokenizer's own; null: message texts as they are; a .jinja file; or a template text."""
+    """default: the tokenizer's own; null: unchanged message texts; a .jinja file; or a template text."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """More arguments for the chat template."""
+    """Additional arguments for the chat template."""
 
 
 class RewardModelConfig(Section):
-    """A scalar head instead of a vocabulary."""
+    """A scalar head instead of an output head for the vocabulary."""
 
     enabled: bool = False
     """Give the model a scalar head (reward models)."""
@@ -75,63 +75,63 @@ class RewardModelConfig(Section):
 
 
 class OwnDevicesConfig(Section):
-    """The devices of a model that shares devices with no other model."""
+    """The devices of a model that does not share devices."""
 
     gpus_per_node: Workers | None = None
-    """GPUs of each of the model's machines; needed when not colocated on GPUs."""
+    """Number of GPUs of each of the model's machines; required if not colocated on GPUs."""
     num_nodes: Count | None = None
-    """Machines for the model only; null on one machine, which is split."""
+    """Number of machines for only this model; null with one machine, whose devices are divided."""
     ranks_per_node: Workers | None = None
-    """Processes on each machine when not colocated on the CPU; null: 1."""
+    """Number of processes on each machine if not colocated on the CPU; null: 1."""
 
 
 class PlacementConfig(Section):
-    """Devices of a model: its own, or another model's."""
+    """Devices of a model: its own, or those of another model."""
 
     enabled: bool = True
-    """Whether the two models take turns on the same devices."""
+    """Whether the two models use the same devices in turns."""
     with_model: str = "policy"
     """Name of the model whose devices are shared."""
     resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
-    """Devices of a model that does not share."""
+    """Devices of a model that does not share devices."""
 
     @property
     def shares_with(self) -> str | None:
-        """Name of the model whose devices are shared, or None if the model has its own."""
+        """Return the name of the model whose devices are shared, or None if the model has its own."""
         return self.with_model if self.enabled else None
 
 
 class RouterReplayConfig(Section):
-    """Experts of a mixture-of-experts model in training."""
+    """Replay of the engine's choice of experts, for mixtures of experts."""
 
     enabled: bool = False
-    """The trainer gives each token the experts that the engine chose for it when it sampled, in the passes that compute
-    log-probs (also those of the reference) and in training. Weights and gradients of the experts are the trainer's own.
-    Needs an engine that reports experts (vllm), and a model whose routers can be replayed."""
+    """The trainer uses, for each token, the experts that the engine chose during sampling, in training and in passes
+    for log-probabilities (including the reference). Weights and gradients of experts are the trainer's own. This
+    requires an engine that reports experts (vllm), and a model whose routers can be replayed."""
 
 
 class DraftConfig(Section):
-    """Training of a draft model for speculative decoding, an EAGLE-3 head."""
+    """Training of a draft model for speculative decoding, which is an EAGLE-3 head."""
 
     enabled: bool = False
-    """Train a draft model with the policy and send it to the engines, whose
-    vllm_kwargs.speculative_config.method must be eagle3."""
+    """Train a draft model with the policy and send it to the engines. Their vllm_kwargs.speculative_config.method must
+    be eagle3."""
     model_name: str | None = None
-    """Hub id or folder of an EAGLE-3 head to start from; null: new weights."""
+    """Hub id or folder of an initial EAGLE-3 head; null: new weights."""
     loss_weight: Factor = 0.1
-    """Factor of the draft model's loss, whose gradient is separate from that of the policy."""
+    """Factor of the draft model's loss. Its gradient is separate from that of the policy."""
     num_layers: Count | None = None
-    """Decoder layers of a new draft model; null: 1."""
+    """Number of decoder layers of a new draft model; null: 1."""
     aux_layer_indices: list[CountOrZero] | None = None
     """Hidden states of the policy that a new draft model reads, by the number of decoder layers before them; null:
-    after two layers, in the middle, and before the last three."""
+    after two layers, in the middle, and before the last three layers."""
 
 
 class PolicyConfig(Section):
     """The model that is trained."""
 
     trains: ClassVar[bool] = True
-    """Whether the model has an optimizer and is saved in checkpoints; a frozen model is only used for inference."""
+    """Whether the model has an optimizer and is saved in checkpoints. A frozen model is only used for inference."""
 
     renamed: ClassVar[dict[str, str]] = {"automodel_cfg": "dtensor_cfg"}
     later: ClassVar[dict[str, str]] = {
@@ -154,7 +154,7 @@ class PolicyConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report optimizer and schedule where Megatron Core has its own."""
+        """Report optimizer and schedule if Megatron Core has its own."""
         told = super().without_effect(values)
         section = values.get("megatron_cfg")
         if not (isinstance(section, Mapping) and section.get("enabled") is True):
@@ -172,18 +172,18 @@ class PolicyConfig(Section):
         Literal["bfloat16", "float16", "float32", "fp8"],
         Only(("bfloat16", "float16", "float32"), "fp8 training"),
     ] = "bfloat16"
-    """Number format of the forward and backward pass; float16 only for models that are not trained."""
+    """Number format of the forward and backward pass. float16 is only for models that are not trained."""
     max_total_sequence_length: Annotated[int, Field(ge=2, lt=2**31)] = 512
-    """Most tokens of a prompt and its answer together."""
+    """Largest number of tokens of a prompt and its answer together."""
     train_global_batch_size: Count = 512
-    """Samples of one optimizer update, over all ranks."""
+    """Number of samples of one optimizer update, over all ranks."""
     train_micro_batch_size: Count = 4
-    """Samples of one forward and backward pass of a rank."""
+    """Number of samples of a rank's microbatch in training."""
     logprob_batch_size: Count = derived("${.train_micro_batch_size}")
-    """Samples of one log-prob pass of a rank."""
+    """Number of samples of a rank's microbatch for log-probabilities."""
     logprob_chunk_size: Tokens | None = None
-    """Tokens whose logits are held at a time when log-probs are computed; it changes no result. null: 512 on CPUs, 2048
-    on GPUs."""
+    """Number of tokens whose logits are in memory at a time for log-probabilities. It does not change results. null:
+    512 on CPUs, 2048 on GPUs."""
     make_sequence_length_divisible_by: Tokens = derived("${.dtensor_cfg.tensor_parallel_size}")
     """Sequence lengths are padded to a multiple of this many tokens, and of the number of ranks that share them."""
     max_grad_norm: Factor | None = 1.0
@@ -191,7 +191,7 @@ class PolicyConfig(Section):
     offload_optimizer_for_logprob: bool = False
     """On GPUs: move the optimizer state to host memory before log-prob passes, and back before the next update."""
     optimizer: OptimizerConfig | None = Field(default_factory=OptimizerConfig)
-    """The optimizer, unless megatron_cfg has it; null: the model is not trained."""
+    """The optimizer, unless megatron_cfg contains it; null: the model is not trained."""
     scheduler: Annotated[SchedulerList, AfterValidator(_ends_with_milestones)] | SchedulerConfig | None = None
     """Learning-rate schedule, unless megatron_cfg has it: one, or a list that ends with milestones; null: constant."""
     hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
@@ -201,7 +201,7 @@ class PolicyConfig(Section):
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     """The Megatron Core training backend."""
     training_backend: TrainingBackendConfig | None = None
-    """Your own training backend, with the two others disabled."""
+    """A user-defined training backend. The two others must be disabled."""
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
     """Microbatches by token budget."""
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
@@ -215,38 +215,38 @@ class PolicyConfig(Section):
     )
     """Training of a draft model."""
     generation: GenerationConfig | None = Field(default_factory=GenerationConfig)
-    """Sampling; null: the policy never generates."""
+    """Sampling; null: the policy does not sample."""
 
     @property
     def placement(self) -> PlacementConfig:
-        """The model's devices, which are the policy's unless its section names others."""
+        """Return the model's devices. They are the policy's unless the section names others."""
         return PlacementConfig()
 
     @property
     def sampling(self) -> GenerationConfig:
-        """The section `generation` of a run that samples, in which the checks require this section."""
+        """Return the section `generation` of a run that samples. The checks require the section in such a run."""
         assert self.generation is not None, "the policy does not sample"
         return self.generation
 
     @property
     def mixes_weights(self) -> bool:
-        """True if running answers continue with keys and values of older weights after a weight sync."""
+        """Return True if running answers continue with keys and values of older weights after a weight sync."""
         return self.generation is not None and not self.generation.weight_sync.recompute_kv_cache
 
     @property
     def backend_section(self) -> DTensorConfig | MegatronConfig | TrainingBackendConfig:
-        """The section of the training backend: parallel sizes and processes."""
+        """Return the section of the training backend, with parallel sizes and processes."""
         return self.training_backend or (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg)
 
     @property
     def backend_key(self) -> str:
-        """Name of the section of the training backend."""
+        """Return the name of the training backend's section."""
         own = "training_backend" if self.training_backend else None
         return own or ("megatron_cfg" if self.megatron_cfg.enabled else "dtensor_cfg")
 
     @property
     def adapter_keys(self) -> list[str]:
-        """Sections that put adapters on the model."""
+        """Return the sections that add adapters to the model."""
         asked = {
             "dtensor_cfg.lora_cfg": self.dtensor_cfg.lora_cfg.enabled,
             "megatron_cfg.peft": self.megatron_cfg.enabled and self.megatron_cfg.peft.enabled,

@@ -1,4 +1,4 @@
-"""Find rows whose texts contain control tokens. The rows are reported once for each data set, or left out.
+"""Find rows whose texts contain control tokens. The rows are reported once per data set, or left out.
 
 Arrow tables are searched column by column, and rows in memory one by one. Only rows with a match are formatted.
 Invariant: only tokens in texts that the chat template gets are counted.
@@ -17,15 +17,15 @@ from nemo_rl.data.datasets.rows.readers import is_table
 from nemo_rl.data.messages.control_tokens import ControlTokens
 
 if TYPE_CHECKING:
-    # pyarrow is imported with the first table.
+    # # pyarrow is imported when the first table is read.
     import pyarrow
 
 logger = logging.getLogger(__name__)
 
 _TEXT_KEYS = ("messages", "pair", "feedback", "choice", "tools")
-"""Keys of formatted rows for the texts that are rendered. In rows without any of these keys, all texts are searched."""
+"""Keys of formatted rows with the rendered texts. If a row has none of these keys, all of its texts are searched."""
 _ESCAPED = r"\\u00"
-"""Beginning of the escaped form in which JSON inside a text may write a character."""
+"""Start of the escaped form of a character in JSON inside a text."""
 _BATCH_ROWS = 10_000
 _LOOKED_AT = 2000
 """Number of rows that are searched in a data set that makes its rows when they are read."""
@@ -87,22 +87,22 @@ def rows_with_control_tokens(rows: Sequence[FormattedRow], control: ControlToken
 
 
 class _Search:
-    """Finds texts that may contain one of the given tokens."""
+    """Search for texts that may contain one of the given tokens."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.pattern = "|".join((*map(re.escape, tokens), _ESCAPED))
         """Regular expression for both Python and Arrow."""
         self._find = re.compile(self.pattern).search
-        # Searching for a few short texts first is ten times as fast as using the regular expression for each text.
+        # # A search for a few short texts first is ten times as fast as the regular expression on each text.
         self._beginnings = tuple({token[:2] for token in (*tokens, "\\u00")})
 
     def may_match(self, text: str) -> bool:
-        """Return whether one of the tokens may be in a text."""
+        """Return whether a text may contain one of the tokens."""
         return any(beginning in text for beginning in self._beginnings) and self._find(text) is not None
 
 
 def _candidates(rows: Any, search: _Search) -> np.ndarray | None:
-    """Return [rows] bool (whether a row may contain one of the tokens), or None if the rows are made only when read."""
+    """Return `[rows]` bool: whether a row may contain a token. None if rows are made only when they are read."""
     if isinstance(rows, RowView):
         below = _candidates(rows.rows, search)
         return None if below is None else below[rows.indices]
@@ -131,7 +131,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _any_text(value: Any, test: Callable[[str], bool]) -> bool:
-    """Return `any(map(test, _texts(value)))`, but in a third of the time."""
+    """Return `any(map(test, _texts(value)))`, in a third of the time."""
     if isinstance(value, str):
         return test(value)
     if isinstance(value, dict):
@@ -152,7 +152,7 @@ def _in_table(table: "pyarrow.Table", pattern: str) -> np.ndarray:
 
 
 def _in_array(array: Any, pattern: str) -> np.ndarray:
-    """Return [values] bool of an Arrow array, which may be nested. Values that cannot be searched are True."""
+    """Return `[values]` bool for an Arrow array, which may be nested. Values that cannot be searched are True."""
     import pyarrow
     import pyarrow.compute
 

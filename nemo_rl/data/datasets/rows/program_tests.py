@@ -1,4 +1,4 @@
-"""Analyse the source code of tests: find the checks in it, and find out whether the tests can judge a solution.
+"""Analyse the source code of tests: find their checks, and decide whether they can judge a solution.
 
 This file also runs in the sandbox, so it imports only the standard library.
 """
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 SOLUTION = "solution"
-"""Module from which tests may import the names that a solution defines."""
+"""Module from which tests may import the names of a solution."""
 _CHECKING = re.compile(r"_*(assert|fail(_|$|[A-Z]))")
 _INPUT = {"builtins.input", "sys.stdin", "input", "stdin"}
 _OWN_NAMES = frozenset(dir(builtins))
@@ -25,7 +25,7 @@ def parse(code: str) -> ast.Module:
     """Return the syntax tree of source code.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: The code is no valid Python.
+        SyntaxError, ValueError, RecursionError, MemoryError: The code is not valid Python.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about escape sequences in the code
@@ -38,7 +38,7 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
     Args:
         tests: Source code of each test.
         setup: Source code that runs before the tests.
-        names: Names that the solution defines, and that Python or `setup` also defines.
+        names: Names that the solution defines, although Python or `setup` also defines them.
     """
     codes, trees = (setup, *tests), []
     for number, code in enumerate(codes):
@@ -46,7 +46,7 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
             trees.append(parse(code))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                compile(trees[-1], "tests", "exec")  # refuses more, such as a return outside of a function
+                compile(trees[-1], "tests", "exec")  # finds more errors than `parse`
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             name = f"test {number}" if number else "the setup of the tests"
             return f"{name} is no Python ({getattr(error, 'msg', None) or type(error).__name__})"
@@ -84,7 +84,7 @@ def missing_modules(trees: Sequence[ast.AST]) -> set[str]:
 
 
 def replaced_inputs(tree: ast.AST) -> Iterator[str]:
-    """Yield the names of input functions and streams that tests replace in their own process."""
+    """Yield the names of the input functions and streams that tests replace in their own process."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in ("stdin", "input"):
             yield ast.unparse(node)
@@ -94,7 +94,7 @@ def replaced_inputs(tree: ast.AST) -> Iterator[str]:
 
 
 def used_names(codes: Sequence[str], trees: Sequence[ast.Module]) -> set[str]:
-    """Return the names that tests read, but that neither the tests nor Python nor its modules define."""
+    """Return the names that tests read, but that neither they nor Python nor its modules define."""
     read: set[str] = set()
     defined: set[str] = set()
     for code in codes:
@@ -114,13 +114,13 @@ def used_names(codes: Sequence[str], trees: Sequence[ast.Module]) -> set[str]:
 
 
 def called_names(trees: Sequence[ast.AST]) -> set[str]:
-    """Return the names that are called."""
+    """Return the names that the code calls."""
     nodes = (node for tree in trees for node in ast.walk(tree))
     return {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
 
 
 def attributes_of_names(trees: Sequence[ast.AST]) -> dict[str, set[str]]:
-    """Return the attributes that tests read of each name."""
+    """Return the attributes of each name that tests read."""
     found: dict[str, set[str]] = {}
     for tree in trees:
         for node in ast.walk(tree):
@@ -148,7 +148,7 @@ def tests_to_call(tree: ast.Module, trees: Sequence[ast.Module]) -> list[Functio
 
 
 def is_plain_test_class(node: ast.ClassDef) -> bool:
-    """Return whether a class without a base class is a test class, whose methods are tests."""
+    """Return whether a class without a base class is a test class, so that its methods are tests."""
     return node.name.startswith("Test") and not node.bases and "__init__" not in {one.name for one in methods(node)}
 
 
@@ -166,7 +166,7 @@ def required_parameters(function: Function) -> bool:
 
 
 def is_constant(test: ast.expr) -> bool:
-    """Return whether the condition of an assert is the same for any solution, such as a tuple with items."""
+    """Return whether an assert's condition is equal for all solutions, as with a non-empty tuple."""
     if isinstance(test, ast.Tuple) and test.elts:
         return True
     return not any(isinstance(node, ast.Name | ast.Call | ast.Attribute | ast.Await) for node in ast.walk(test))
@@ -194,7 +194,7 @@ def judges(node: ast.AST) -> bool:
 
 
 def has_check(tree: ast.AST, trees: Sequence[ast.Module]) -> bool:
-    """Return whether code has a check that runs. A check in a function counts only if the function is called."""
+    """Return whether code has a check that runs. A check in a function counts only if the code calls the function."""
     if any(judges(node) for node in getattr(tree, "body", ())):
         return True
     return _has_check(tree, _functions(trees), set(), set())

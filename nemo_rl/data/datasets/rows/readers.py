@@ -1,7 +1,7 @@
-"""Read local files of rows, and keep the place of each row.
+"""Read local files of rows, with the place of each row.
 
-Text files are read as bytes and decoded row by row, so a broken row affects no other row. Invariant: `rows[i]` comes
-from `lines[i]`, and everything that is no valid row is in `bad_rows`.
+Text files are read as bytes and decoded row by row, so a broken row does not affect other rows. Invariant: `rows[i]`
+comes from `lines[i]`, and everything that is not a valid row is in `bad_rows`.
 """
 
 import csv
@@ -38,7 +38,7 @@ _MAX_CSV_FIELD = 2**31 - 1
 _DELIMITERS = (",", ";", "\t", "|")
 
 type Record = tuple[int, Mapping[str, Any] | str]
-"""Line where a row begins, and the row or the reason why it cannot be used."""
+"""Line in which a row begins, with the row or the reason why it cannot be used."""
 
 
 class WrittenFloat(float):
@@ -58,14 +58,14 @@ class WrittenFloat(float):
 
 @dataclass
 class RowTable:
-    """Rows with the places from which they come."""
+    """Rows with their places in the file or data set."""
 
     name: str
     """Path of the file, or name of the data set."""
     rows: Sequence[Mapping[str, Any]]
     """Mappings from column to value, by position."""
     lines: Sequence[int]
-    """Place of each row (see `BadRow.line`). The sequence is as long as `rows`."""
+    """Place of each row (`BadRow.line`). The sequence is as long as `rows`."""
     bad_rows: list[BadRow] = field(default_factory=list)
     """Lines or records that could not be read as a row."""
 
@@ -76,7 +76,7 @@ class RowTable:
 
 
 def is_file_path(data_path: str) -> bool:
-    """Return whether a text is the path of a local file (it exists, or has a file's suffix) and not a hub id."""
+    """Return whether a text is a local file's path (it exists, or has a file's suffix) instead of a hub id."""
     return Path(data_path).expanduser().is_file() or _kind(Path(data_path)) is not None
 
 
@@ -109,7 +109,7 @@ def read_file(data_path: str) -> RowTable:
 
 
 def is_table(rows: Any) -> "TypeGuard[datasets.Dataset]":
-    """Return whether rows are a Hugging Face data set. The library is not imported if it is not loaded."""
+    """Return whether rows are a Hugging Face data set. The library is not imported for this."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(rows, library.Dataset)
 
@@ -196,7 +196,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | str:
 
 
 def _json_array_rows(name: str, content: bytes) -> Iterator[Record]:
-    """Yield the objects of a JSON array. Undecodable bytes become surrogates, and affect only their own row."""
+    """Yield the objects of a JSON array. Undecodable bytes become surrogates that affect only their own row."""
     text = content.decode("utf-8", errors="surrogateescape")
     for line, value in _array_items(name, text):
         if isinstance(value, RowError):
@@ -210,7 +210,7 @@ def _json_array_rows(name: str, content: bytes) -> Iterator[Record]:
 
 
 def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the line where each item begins, and the item or the reason why it cannot be used."""
+    """Yield the line in which each item begins, with the item or the reason why it cannot be used."""
     faults: list[RowError] = []
 
     def read_int(digits: str) -> int:
@@ -256,7 +256,7 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, and refuse a repeated key because its meaning is not clear."""
+    """Return a JSON object. Refuse a repeated key, because its meaning is unclear."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -295,8 +295,8 @@ def _csv_rows(name: str, content: bytes) -> Iterator[Record]:
 def _csv_records(lines: list[str], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
     """Yield the line where each record begins, and its fields or an error about its quotes.
 
-    A quote that is never closed would extend to the end of the file. After such a record, reading therefore continues
-    at the line after the record's first line.
+    A quote that is not closed would extend to the end of the file. Reading therefore continues after the first line of
+    such a record.
     """
     start = 0
     while start < len(lines):

@@ -12,7 +12,7 @@ from nemo_rl.data.datasets.raw_dataset import Row
 from nemo_rl.data.datasets.rows.readers import WrittenFloat
 
 _MOST_DIGITS = 400
-"""Largest number of digits of a number before or after the point."""
+"""Largest number of digits before or after the decimal point."""
 
 
 def text_of(row: Row, key: str) -> str:
@@ -52,7 +52,7 @@ def plain_text(value: Any, what: str) -> str:
 
 
 def _float_text(value: float, what: str) -> str:
-    """Return a number with the digits that the file has, without an exponent, and without a point if it is whole."""
+    """Return a number with the digits in the file, without an exponent, and without a point if it is an integer."""
     if not math.isfinite(value):
         raise RowError(f"{what} is not a finite number")
     number = Decimal(value.text if isinstance(value, WrittenFloat) else repr(float(value)))

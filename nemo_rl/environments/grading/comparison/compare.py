@@ -64,7 +64,7 @@ class AnswerCollection:
     kind: str
     """`LIST`, `SET`, `UNION`, or the brackets around an interval, such as "[)"."""
     parts: list[str]
-    """Its parts in order."""
+    """Parts of the answer in order."""
 
 
 def read_collection(text: str) -> AnswerCollection | None:
@@ -215,7 +215,7 @@ def _sign_of(plus: str) -> Callable[[re.Match[str]], str]:
 
 
 def _interval(text: str, other: str) -> AnswerCollection | None:
-    """Return the interval of an inequality, if the other answer is an interval or an inequality of the same name."""
+    """Return the interval of an inequality if the other answer is an interval, or an inequality of the same name."""
     found = _named_interval(text)
     if found is None:
         return None
@@ -306,7 +306,7 @@ def _same(truth: str, answer: str, depth: int) -> bool:
 
 
 def _compare_equations(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare equations that give a value to a name: two names must be equal, and one side may leave its name out."""
+    """Compare equations that give a value to a name: if both sides have a name, the names must be equal."""
     sides = [list(_equation_sides(text)) for text in (truth, answer)]
     if len(sides[0]) == 1 and len(sides[1]) == 1:
         return None
@@ -321,7 +321,7 @@ def _compare_equations(truth: str, answer: str, same: Same) -> bool | None:
 
 
 def _maybe_equation(sides: list[list[str]], names: list[str]) -> bool | None:
-    """Return None if equations with different names may be solved for different variables, or False otherwise."""
+    """Return None if equations with different names may be solved for different variables, or else False."""
     if names[0] == names[1]:
         return False
     return None if all(re.search(r"[A-Za-z]", side[-1]) for side in sides) else False
@@ -348,7 +348,7 @@ def _name(sides: list[str]) -> str:
 
 
 def _compare_quantities(truth: str, answer: str, same: Same) -> bool | None:
-    """Compare numbers with units. One of them may leave out its unit."""
+    """Compare numbers with units. The unit of one of them may be missing."""
     if max(len(truth), len(answer)) > _MAX_QUANTITY:
         return None
     sums = [_sum_of_units(text) for text in (truth, answer)]

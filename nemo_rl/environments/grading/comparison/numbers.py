@@ -8,7 +8,7 @@ from fractions import Fraction
 from nemo_rl.environments.grading.comparison.text import DOLLAR, MAX_DEPTH, closing, without_text
 
 MAX_DIGITS = 4000
-"""Largest number of digits of a number that is read. Python refuses to convert longer ones."""
+"""Largest number of digits of a number. Python refuses to convert longer numbers."""
 
 MIN_DECIMALS = 6
 """Smallest number of decimals of a number that may be a rounded value of a more exact number."""
@@ -30,9 +30,9 @@ class Number:
     """A number as it is written."""
 
     value: Fraction
-    """Its exact value."""
+    """Exact value of the number."""
     decimals: int | None = None
-    """Digits after the decimal point when the number is written without an exponent, or None if it is no decimal."""
+    """Digits after the decimal point when the number is written without an exponent, or None if it is not a decimal."""
     digits: int = 0
     """Significant digits of a decimal."""
 
@@ -143,9 +143,9 @@ def equal_numbers(truth: Number, answer: Number) -> bool:
     """Compare two numbers exactly, or by the rule for decimals.
 
     A decimal with at least `MIN_DECIMALS` decimals and significant digits also equals an exact number if it is the
-    rounded or cut value of that number. If the ground truth is such a decimal, an answer with more digits may take the
-    place of the exact number. A decimal of 15 or more digits (as programs print floats) equals a number of at most 12
-    digits if only the rounding of floats separates the two.
+    rounded or cut value of that number. If the ground truth is such a decimal, an answer with more digits counts as the
+    exact number. A decimal of 15 or more digits (as programs print floats) equals a number of at most 12 digits if only
+    the rounding of floats separates the two.
     """
     if truth.value == answer.value or _stands_for(truth, answer):
         return True
@@ -162,7 +162,7 @@ def _is_float_of(printed: Number, exact: Number) -> bool:
 
 
 def _stands_for(decimal: Number, exact: Number) -> bool:
-    """Return whether a decimal is the rounded or cut value of a number that has more digits or is no decimal."""
+    """Return whether a decimal is the rounded or cut value of a number that has more digits or is not a decimal."""
     if exact.decimals is not None and decimal.decimals is not None and exact.decimals <= decimal.decimals:
         return False
     if exact.decimals is None and exact.value.denominator == 1:
@@ -348,7 +348,7 @@ def _plain_words(text: str) -> tuple[str, Unit | None] | None:
 
 
 def read_unit(text: str) -> Unit | None:
-    """Read a unit, such as "km/h", "square cm" or "apples", or return None if the text is no unit."""
+    """Read a unit, such as "km/h", "square cm" or "apples", or return None if the text is not a unit."""
     text = re.sub(r"\bper\b", "/", text.replace(r"\cdot", " ").strip(" ().")).replace("{", "").replace("}", "")
     kinds: Counter[str] = Counter()
     words: set[str] = set()

@@ -73,7 +73,7 @@ def _is_simple(text: str) -> bool:
 
 
 def _exact(expression: Any) -> Any:
-    """Replace floats by the fractions that were written, and `i` by the imaginary unit."""
+    """Replace floats by exact fractions, and `i` by the imaginary unit."""
     if not isinstance(expression, sympy.Basic | sympy.MatrixBase):
         return expression
     floats = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
@@ -156,7 +156,7 @@ def _equal_complex(truth: sympy.Expr, answer: sympy.Expr) -> bool:
 
 
 def _is_huge(expression: sympy.Expr) -> bool:
-    """Return whether the expression has a power or a factorial with too many digits to be written out."""
+    """Return whether the expression has a power or a factorial with too many digits to compute."""
     for power in expression.atoms(sympy.Pow):
         base, exponent = power.args
         if base.is_Rational and exponent.is_number:

@@ -42,7 +42,7 @@ _UNICODE = {
 _CHARACTERS = str.maketrans(_UNICODE)
 
 DOLLAR = "\uff04"
-"""Stands for the currency sign, because a plain `$` begins mathematics."""
+"""Replacement for the currency sign, because a plain `$` begins mathematics."""
 
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]{1,20}")
 _RAISED_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")

@@ -110,7 +110,7 @@ class _Time:
     """A time of day."""
 
     seconds: int
-    """Seconds since midnight. If neither a.m. nor p.m. is written, the time is taken as one on a 24-hour clock."""
+    """Seconds since midnight. A time without a.m. and p.m. is read on a 24-hour clock."""
     has_half: bool
     """Whether a.m. or p.m. is written."""
     is_certain: bool

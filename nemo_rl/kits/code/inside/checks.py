@@ -1,8 +1,8 @@
 """Run the tests of a solution that runs in another program.
 
-It is started as `main.py INCOMING OUTGOING VERDICT` in a folder with `tests.json`. Names that neither the tests nor
-Python define are looked up in the solution. After each check, counts are written into the file VERDICT, which the
-solution's program cannot access. Invariant: it reaches only those objects of this program that a test gives to it.
+The program is started as `main.py INCOMING OUTGOING VERDICT` in a folder with `tests.json`. Names that neither the
+tests nor Python define are looked up in the solution. After each check, counts are written into the file VERDICT, which
+the solution's program cannot access. Invariant: it reaches only those objects of this program that a test gives to it.
 """
 
 import ast
@@ -32,7 +32,7 @@ _ORDERED = {"__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__"}
 
 
 class Solution(Peer):
-    """The solution's program, as seen from the tests."""
+    """Program of the solution, as the tests use it."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel, 0)
@@ -165,7 +165,7 @@ def as_float(value: Any) -> float:
 
 
 class TestsRun:
-    """Runs tests one after another.
+    """Run tests one after another.
 
     Args:
         names: The names of the tests.

@@ -47,13 +47,13 @@ class Counts:
         return len(self._failed) + self._tests_failed
 
     def hold(self, number: int) -> None:
-        """Note that an assert held."""
+        """Record that an assert held."""
         if number not in self._passed and number not in self._failed:
             self._passed.add(number)
             self._write(False)
 
     def fail(self, number: int) -> bool:
-        """Note that an assert failed, and return True if its exception must be raised further in the test."""
+        """Record that an assert failed, and return True if its exception must be raised further in the test."""
         if self.guards:
             return True
         self._passed.discard(number)
@@ -62,11 +62,11 @@ class Counts:
         return False
 
     def fail_always(self) -> None:
-        """Note that an assert ran that always fails."""
+        """Record that an assert ran that always fails."""
         self.add(False)
 
     def reach(self, *numbers: int) -> None:
-        """Note that the loop around some asserts begins."""
+        """Record that the loop around some asserts has started."""
         self._reached.update(numbers)
 
     def has_reached(self, numbers: set[int]) -> bool:
@@ -104,7 +104,7 @@ class Counts:
 
 
 class Counted(ast.NodeTransformer):
-    """Rewrites asserts, so that each reports its result to `Counts`."""
+    """Rewrite asserts, so that each reports its result to `Counts`."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -130,7 +130,7 @@ class Counted(ast.NodeTransformer):
         self.generic_visit(node)
         if number is None:
             if constant_value(node.test):
-                return ast.Pass()  # says nothing about a solution
+                return ast.Pass()
             return [*parse("__checks__.fail_always()").body, node]
         counted = parse(
             f"try:\n  pass\nexcept Exception:\n  if __checks__.fail({number}):\n    raise\n"
@@ -145,11 +145,11 @@ class Counted(ast.NodeTransformer):
         return self._loop(node)
 
     def visit_While(self, node: ast.While) -> Any:
-        """See `visit_For`."""
+        """Add a statement before a loop that reports the asserts in it."""
         return self._loop(node)
 
     def visit_AsyncFor(self, node: ast.AsyncFor) -> Any:
-        """See `visit_For`."""
+        """Add a statement before a loop that reports the asserts in it."""
         return self._loop(node)
 
     def visit_Try(self, node: ast.Try) -> Any:
@@ -184,7 +184,7 @@ class Counted(ast.NodeTransformer):
         return [ast.Assign([ast.Name(to, ast.Store())], ast.Name(name, ast.Load())) for to, name in pairs] or ast.Pass()
 
     def visit_Import(self, node: ast.Import) -> Any:
-        """Replace an import of the solution by an assignment of an object that stands for the solution's module."""
+        """Replace an import of the solution by an assignment of an object that represents the solution's module."""
         own = [one for one in node.names if one.name == "solution"]
         node.names = [one for one in node.names if one.name != "solution"]
         given: list[ast.stmt] = [node] if node.names else []
@@ -210,7 +210,7 @@ class Counted(ast.NodeTransformer):
 
 
 class _Stops(ast.NodeTransformer):
-    """Replaces `StopIteration` by a tuple with the error that stands for a `StopIteration` of the solution."""
+    """Replace `StopIteration` by a tuple with the error that represents a `StopIteration` of the solution."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id != "StopIteration":

@@ -33,7 +33,7 @@ class Heap:
         self._added: list[int] = []
 
     def share(self, value: Any) -> dict[str, Any] | None:
-        """Return the JSON data that stands for a container, or None if the container has to be copied."""
+        """Return the JSON data that represents a container, or None if the container has to be copied."""
         number = self._numbers.get(id(value))
         if number is None:
             if len(self._objects) >= _MOST:
@@ -58,7 +58,7 @@ class Heap:
         """Update the containers with the content that the other program sent.
 
         Raises:
-            ValueError: `changed` is no content of containers.
+            ValueError: `changed` is not the content of containers.
         """
         for number, kind, _ in changed:
             if number not in self._objects:

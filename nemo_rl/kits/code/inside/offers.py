@@ -1,4 +1,4 @@
-"""The requests that one program may make about objects of the other program."""
+"""Answer the requests that one program may make about objects of the other program."""
 
 import builtins
 import copy
@@ -99,4 +99,4 @@ REQUESTS: dict[str, Callable[..., Any]] = {
     "hash": hash,
     "plain": lambda value: next(base for base in BASES if isinstance(value, base))(value),
 }
-"""The function that answers each request."""
+"""Function that answers each request."""

@@ -4,8 +4,8 @@ Plain data is copied to the other program, and containers are shared (`heap`). A
 program. The other program holds a `Remote`, which turns each access to an attribute, call and special method into a
 request. A request may cause requests in the other direction, such as the call of a function that was an argument.
 
-Invariant: no code of one program runs in the other, and an object of the other program is never equal to plain data
-just because that program says that it is.
+Invariant: no code of one program runs in the other, and an object of the other program is not equal to plain data only
+because that program claims it.
 """
 
 import builtins
@@ -187,7 +187,7 @@ class Peer:
         raise StopIteration
 
     def resolve_name(self, name: str) -> Any:
-        """Return the object that a name of this program stands for."""
+        """Return the object that a name of this program refers to."""
         raise NameError(f"name {name!r} is not defined")
 
     def printed(self) -> str:
@@ -221,7 +221,7 @@ class Peer:
         return decode(data, self._resolve)
 
     def _refer(self, value: Any) -> dict[str, Any]:
-        """Return the data that stands for an object that is no plain data."""
+        """Return the data that represents an object that is not plain data."""
         if isinstance(value, Remote):
             return object.__getattribute__(value, "_remote_reference")
         if isinstance(value, BaseException):
@@ -241,7 +241,7 @@ class Peer:
         return self._theirs(value)
 
     def _theirs(self, value: Any) -> dict[str, Any]:
-        """Return the data that stands for an object of this program."""
+        """Return the data that represents an object of this program."""
         number = self._numbers.get(id(value))
         if number is None:
             number = len(self._objects)
@@ -354,7 +354,7 @@ class Peer:
         return lineage
 
     def _error_class(self, lineage: list[list[Any]]) -> type[BaseException]:
-        """Return the class that stands for an exception class of the other program. Python's own classes are kept."""
+        """Return the class that represents an exception class of the other program. Python's own classes are kept."""
         name, number = lineage[0]
         if number is None:
             kind = getattr(builtins, name)
@@ -388,7 +388,7 @@ class Peer:
 
 
 class _ErrorOfOther:
-    """Base class of the exceptions that stand for exceptions of the other program."""
+    """Base class of the exceptions that represent exceptions of the other program."""
 
     remote_object: Any = None
     _remote_text: str | None = None
@@ -423,7 +423,7 @@ def _items(remote: Remote) -> Iterator[Any]:
 
 
 def _generator(remote: Remote) -> Iterator[Any]:
-    """Return a generator that stands for a generator of the other program. Values can be sent to it."""
+    """Return a generator that represents a generator of the other program. Values can be sent to it."""
     items: list[Any] = []
     finished, num_read = False, 0
     while items or not finished:

@@ -2,7 +2,7 @@
 
 The program is started as `main.py` in a folder with `session.json`, which has `blocks` and `context` (the variables
 before the first block). As in an interactive Python, the value of an expression at the end of a block is printed.
-Earlier blocks run only to rebuild the variables, and their output is dropped. The exit code is `COMPLETED` if all
+Earlier blocks run only to restore the variables, and their output is dropped. The exit code is `COMPLETED` if all
 blocks ended, and `RAISED` if all ended and the last one raised an exception.
 """
 

@@ -16,7 +16,7 @@ _MOST_PRINTED = 1 << 16  # largest number of characters in one message
 
 
 class Echo(io.TextIOBase):
-    """Standard output that also remembers all written text."""
+    """Standard output that also stores all written text."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -46,7 +46,7 @@ class Echo(io.TextIOBase):
 
 
 class Server(Peer):
-    """The solution's end of the pipes.
+    """Solution's end of the pipes.
 
     Args:
         module: Module that defines the names of the solution.

@@ -1,4 +1,4 @@
-"""Encode values that two programs exchange as text. As only plain data is encoded, no code is exchanged.
+"""Encode values that two programs exchange as text. Only plain data is encoded, so no code is exchanged.
 
 Texts, numbers, true, false and null are JSON; other types are objects `{"type": ..., "value": ...}`. Callers may share
 lists, dicts and sets (`heap`), and may replace all other objects by references (`peer`).
@@ -16,7 +16,7 @@ from types import GeneratorType
 from typing import Any
 
 COMPLETED, RAISED = 64, 65
-"""Exit codes of `session`: the last block came to its end, or raised an exception."""
+"""Exit codes of `session`: the last block ended normally, or raised an exception."""
 MAX_BYTES = 8 << 20
 """Largest length of one message in bytes."""
 ITERATORS: tuple[type[Any], ...] = (
@@ -78,7 +78,7 @@ type Refer = Callable[[Any], Any]
 
 
 class NotPlainError(TypeError):
-    """Raised for a value that is no plain data."""
+    """Raised for a value that is not plain data."""
 
 
 def encode(value: Any, refer: Refer | None = None, share: Refer | None = None) -> Any:

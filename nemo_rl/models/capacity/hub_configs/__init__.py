@@ -1,8 +1,8 @@
-"""Configurations of published models, for size estimates when the hub cannot be reached.
+"""Hold configurations of published models, for size estimates without access to the hub.
 
 `AutoConfig` can read `<owner>/<name>/config.json` in this folder. The values are those that were published, and a test
-compares the resulting number of parameters with the published number. Invariant: these files are never used to load or
-train a model, because a run reads the model's own configuration.
+compares the resulting number of parameters with the published number. Invariant: these files are not used to load or
+train a model. A run reads the model's own configuration.
 """
 
 from copy import deepcopy
@@ -23,7 +23,7 @@ def known_models() -> list[str]:
 
 
 def with_local_configs[ConfigT: RunConfig](config: ConfigT) -> ConfigT:
-    """Copy a configuration and point its models to local configurations, for size estimates only.
+    """Return a copy of a configuration whose models are local configurations, for size estimates only.
 
     Raises:
         ConfigError: a model is neither a folder, nor in the hub's cache, nor in this folder.
@@ -40,8 +40,8 @@ def _make_local(model: PolicyConfig) -> None:
         return
     if name not in known_models():
         raise ConfigError(
-            f"The configuration of the model {name!r} is not here: it is no folder, not in the cache of the hub, and "
-            f"none of the models whose sizes are known ({', '.join(known_models())}). Download its config.json "
-            f"(`hf download {name} config.json`), or give a folder that has it.{library_model_hint(name)}"
+            f"The configuration of the model {name!r} is not here: it is not a folder, not in the cache of the hub, "
+            f"and none of the models whose sizes are known ({', '.join(known_models())}). Download its config.json "
+            f"(`hf download {name} config.json`), or give a folder that contains it.{library_model_hint(name)}"
         )
     model.model_name = str(FOLDER / name)

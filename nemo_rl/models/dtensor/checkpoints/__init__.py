@@ -1,1 +1,1 @@
-"""Checkpoints of the DTensor backend: weights in Hugging Face files, and the state of the training."""
+"""Read and write checkpoints of the DTensor backend: weights in Hugging Face files, and the training state."""

@@ -22,22 +22,22 @@ from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.weight_sync.parts import Held, Readable, SharedReads, dtype_name
 
 Value = Callable[[str], Tensor]
-"""Takes a weight's name and returns the weight as it is exported; collective over the ranks that divide the weight."""
+"""Function from a weight's name to the exported weight. It is collective over the ranks that divide the weight."""
 
 
 Results = dict[str, dict[str, Result] | None]
-"""`TensorGroup.results` by target, kept between streams because computing them for thousands of experts is slow."""
+"""Results of `TensorGroup.results` by target, kept between streams because computing them for many experts is slow."""
 
 
 def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, results: Results) -> Iterator[Readable]:
-    """Yield every weight and persistent buffer of this rank, tied weights once.
+    """Yield every weight and persistent buffer of this rank. Tied weights occur once.
 
     Args:
         hf: the model, or this rank's pipeline stage of the model.
         value: see `Value`.
         dtype: type in which floating-point tensors are exported, except those that stay float32
-            (`huggingface.load.stays_float32`); None keeps each tensor's type.
-        results: cache that this function fills; pass the same object for every stream of a model, empty at first.
+            (`huggingface.load.stays_float32`); if None, types are kept.
+        results: cache that this function fills; pass the same dict, initially empty, for every stream of a model.
     """
     named = {
         name: tensor
@@ -74,9 +74,9 @@ def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, r
 def _blocks(
     results: Mapping[str, Result], name: str, tensor: Tensor, value: Value, order: tuple[int, int], dtype: str
 ) -> Iterator[Readable]:
-    """Yield the hub tensors that are blocks of a weight and of which this rank holds a part.
+    """Yield the hub tensors that are blocks of a weight of which this rank holds a part.
 
-    A rank that holds nothing of the weight yields them all without blocks, because reading one may be collective.
+    A rank without a part of the weight yields all of them without blocks, because reading one may be collective.
     """
     place = block_here(tensor)
     empty = torch.empty(place.shape, device="meta")
@@ -99,7 +99,7 @@ def _read(result: Result, place: TensorBlock, name: str, once: SharedReads[str])
 def _converted_whole(
     hf: PreTrainedModel, group: TensorGroup, names: Sequence[str], value: Value, order: tuple[int, int], dtype: str
 ) -> Iterator[Readable]:
-    """Yield the hub tensors of a conversion that needs whole weights, which are gathered when they are read."""
+    """Yield the hub tensors whose conversion needs whole weights. Reading one of them gathers the weights."""
     weights = weights_by_name(hf)
     empty = {name: torch.empty(weights[name].shape, device="meta") for name in names}
     results: dict[str, Tensor] = {}

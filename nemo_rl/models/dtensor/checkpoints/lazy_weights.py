@@ -1,12 +1,12 @@
 """Build models with `from_pretrained` without reading their weights, and read each rank's part of the weights later.
 
 transformers chooses the class and maps the names in files to weights. It also initializes weights that are in no file,
-ties weights and fills buffers. Only the reading is left out: each weight that is in a file becomes a parameter on the
-meta device, and all other tensors have values on the CPU.
+ties weights and fills buffers. Only reading is skipped: each weight in a file becomes a parameter on the meta device,
+and all other tensors get values on the CPU.
 
 `materialize` runs after sharding. It allocates a rank's part of the weights on its final device and reads it from the
-files tensor by tensor. So a rank never holds more of the model than its part and one tensor, or one group of tensors
-that are converted together.
+files tensor by tensor. A rank therefore never stores more than its part and one tensor, or one group of tensors that
+are converted together.
 
 Invariant: after the weights are read, the model equals that of `from_pretrained` bit for bit: every weight has the
 value of the files, or was initialized by transformers if no file has it.
@@ -34,7 +34,7 @@ from nemo_rl.utils.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _METHOD = "_load_pretrained_model"
-"""Method with which transformers reads the weights of a model that it has made on the meta device."""
+"""Name of the method by which transformers reads the weights of a model on the meta device."""
 
 
 @dataclass
@@ -42,22 +42,22 @@ class LazyWeights:
     """Files of a model whose weights have not been read yet."""
 
     files: list[Path] = field(default_factory=list)
-    """The safetensors files of the model; empty if its weights were read after all."""
+    """The safetensors files of the model; empty if its weights have been read."""
 
     @cached_property
     def tensors(self) -> TensorFiles:
-        """The tensors of the files, which are opened once for matching names and for reading."""
+        """The tensors of the files. The files are opened once, to match names and to read."""
         return TensorFiles(self.files)
 
 
 @contextmanager
 def weights_left_in_files() -> Iterator[LazyWeights]:
-    """Run a block in which `from_pretrained` makes one model without reading its safetensors files.
+    """Run a block in which `from_pretrained` makes a model without reading its safetensors files.
 
     Models in other formats (`pytorch_model.bin`, quantised ones) are read as usual, and a warning is logged.
 
     Raises:
-        CheckpointError: a file is damaged, or holds a tensor whose shape is not the model's.
+        CheckpointError: a file is damaged, or has a tensor of another shape than the model.
     """
     lazy_weights = LazyWeights()
     read: Any = getattr(PreTrainedModel, _METHOD)
@@ -84,7 +84,7 @@ def weights_left_in_files() -> Iterator[LazyWeights]:
 
 
 def _match(model: PreTrainedModel, tensors: TensorFiles, load_config: Any) -> Any:
-    """Return what transformers reports about a load (missing and mismatched weights), computed from shapes only."""
+    """Return what transformers reports about a load (missing and mismatched weights), computed only from shapes."""
     found = {name: tensors.like(name) for name in tensors}
     for extra in _tied_twice(model, tensors, load_config.weight_mapping or []):
         del found[extra]
@@ -101,10 +101,10 @@ def _match(model: PreTrainedModel, tensors: TensorFiles, load_config: Any) -> An
 
 
 def _tied_twice(model: PreTrainedModel, tensors: TensorFiles, rules: list[Any]) -> list[str]:
-    """Return names of tensors in the files that equal, bit for bit, the tensor to which the model ties them.
+    """Return names of tensors in the files that are bit for bit equal to the tensor to which the model ties them.
 
-    transformers ties two weights that are both in the files only if they are equal. It cannot check that here, because
-    it does not read them.
+    transformers ties two weights that are both in the files only if they are equal. Here it cannot compare them,
+    because it does not read them.
     """
     groups = groups_in_memory(model, tensors, rules)
     source_of = {group.target: next(iter(group.sources)) for group in groups if group.converter is None}
@@ -151,7 +151,7 @@ def materialize(
 
 @torch.no_grad()
 def _allocate(model: nn.Module, device: torch.device, home: torch.device) -> None:
-    """Allocate the tensors that are on the meta device, move all others to their device, and keep weights tied."""
+    """Allocate the tensors on the meta device, move all others to their device, and keep weights tied."""
     for parameter in [*model.parameters()]:
         if parameter.device != home:
             torch.utils.swap_tensors(parameter, nn.Parameter(_at(parameter, home), parameter.requires_grad))
@@ -160,7 +160,7 @@ def _allocate(model: nn.Module, device: torch.device, home: torch.device) -> Non
             if buffer.device != device:
                 setattr(module, name, _at(buffer, device))
     if isinstance(model, FSDPModule):
-        model._apply(lambda tensor: tensor.detach())  # makes FSDP2 read its shards again, and pad uneven ones
+        model._apply(lambda tensor: tensor.detach())  # FSDP2 then reads its shards again and pads uneven ones
 
 
 def _at(tensor: Tensor, device: torch.device) -> Tensor:

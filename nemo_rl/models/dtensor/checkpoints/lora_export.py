@@ -1,4 +1,4 @@
-"""Merge a LoRA adapter and its base model into one folder for `transformers` and vLLM, and verify the result.
+"""Merge a LoRA adapter into its base model, write the result for `transformers` and vLLM, and verify it.
 
 The adapter was saved by this library or by PEFT. A checkpoint of this library that also has merged weights is exported
 by `training_backend` instead. Invariant: weights are merged in float32 as `W + (alpha / r) B A`. `verify_merged`
@@ -29,12 +29,12 @@ from nemo_rl.utils.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MERGE_TOLERANCE = 1e-4
-"""Like `comparison.VERIFY_TOLERANCE`, but larger, because the two computations sum in different orders."""
+"""Tolerance, larger than `comparison.VERIFY_TOLERANCE` because the two computations sum in different orders."""
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """An adapter with its base model and its tokenizer."""
+    """An adapter with its base model and tokenizer."""
 
     folder: Path
     """Folder with adapter_config.json and adapter_model.safetensors."""
@@ -60,8 +60,8 @@ def find_adapter(path: str | Path) -> Path:
             return folder
     raise CheckpointError(
         f"{str(given)!r} holds no LoRA adapter: neither it nor its policy/weights/{ADAPTER_FOLDER} has a "
-        f"{CONFIG_FILE}. Give a step folder of a run with policy.dtensor_cfg.lora_cfg.enabled=true, or a folder "
-        "saved by PEFT."
+        f"{CONFIG_FILE}. Give a step folder of a run with policy.dtensor_cfg.lora_cfg.enabled=true, or a folder saved "
+        "by PEFT."
     )
 
 
@@ -70,9 +70,9 @@ def adapter_source(adapter: str | Path, base: str | None = None, model_name: str
 
     Args:
         adapter: path that `find_adapter` accepts.
-        base: id or folder of a model, or a checkpoint of full training. None takes `model_name`, or if that is None
-            too, the base model that the adapter names.
-        model_name: model whose tokenizer is used; None takes the tokenizer of the base.
+        base: id or folder of a model, or a checkpoint of full training. If None, `model_name`, or the base model that
+            the adapter names.
+        model_name: model whose tokenizer is used; if None, the base model.
 
     Raises:
         CheckpointError: there is no adapter, or a checkpoint given as base holds no weights.
@@ -93,7 +93,7 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
 
     Args:
         target: a new or empty folder.
-        dtype: number format of the weights, for example "bfloat16"; None writes float32.
+        dtype: number format of the weights, for example "bfloat16"; if None, float32.
 
     Raises:
         CheckpointError: the target already holds files, or the adapter does not fit the base.
@@ -115,7 +115,7 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
 
 
 def export_adapter(source: AdapterSource, target: Path) -> None:
-    """Copy the adapter only, in PEFT's format, with the name of the base in it.
+    """Copy only the adapter, in PEFT's format, with the name of its base model.
 
     Args:
         target: a new or empty folder.
@@ -130,7 +130,7 @@ def export_adapter(source: AdapterSource, target: Path) -> None:
 
 
 def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
-    """Compare the exported model with the base and the unmerged adapter, in float32 on the CPU.
+    """Compare the exported model with the base model and its unmerged adapter, in float32 on the CPU.
 
     Args:
         target: the exported folder.

@@ -56,7 +56,7 @@ class BlockToWrite:
 
 @dataclass(frozen=True)
 class WrittenBlock:
-    """Location of a block that has been written."""
+    """Location of a written block."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,10 +74,9 @@ class WrittenBlock:
 
 
 def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterable[str]) -> Iterator[BlockToWrite]:
-    """Yield the blocks of weights that this rank writes.
+    """Yield the blocks of weights that this rank writes. The call is collective before the first block.
 
-    Each shard is written by one rank. If several ranks hold the same whole tensors, each rank writes some of them. The
-    call is collective before the first block.
+    Each shard is written by one rank. If several ranks hold the same whole tensors, each rank writes some of them.
 
     Args:
         weights: every weight of this rank's layers, in the same order on all ranks that hold the same layers.
@@ -96,7 +95,7 @@ def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterab
 
 
 def _writes(tensor: DTensor) -> bool:
-    """Return whether this rank writes its shard: it is the first rank with this shard, and the shard is not empty."""
+    """Return whether this rank writes its shard. The first rank with a shard writes it, unless the shard is empty."""
     coordinate = tensor.device_mesh.get_coordinate()
     placed = zip(coordinate, tensor.placements, strict=True) if coordinate is not None else ()
     first = all(index == 0 for index, placement in placed if placement.is_replicate())
@@ -106,7 +105,7 @@ def _writes(tensor: DTensor) -> bool:
 def write_parts(file: Path, parts: Iterable[BlockToWrite]) -> list[WrittenBlock]:
     """Append parts to a file, in the order of the iterator.
 
-    The iterator is exhausted even if a part cannot be written, because other ranks take part in computing them.
+    The iterator is exhausted even if a part cannot be written, because other ranks take part in its collective calls.
 
     Raises:
         OSError: a part could not be written.
@@ -130,7 +129,7 @@ def write_parts(file: Path, parts: Iterable[BlockToWrite]) -> list[WrittenBlock]
 
 
 def join_pieces(target: Path, pieces_of: dict[str, list[WrittenBlock]]) -> None:
-    """Write a safetensors file from the pieces of its tensors, with one whole tensor in memory at a time.
+    """Write a safetensors file from the pieces of its tensors. Memory holds one whole tensor at a time.
 
     Raises:
         OSError: a piece cannot be read, or the file cannot be written.
@@ -161,9 +160,9 @@ def _whole(pieces: list[WrittenBlock]) -> Tensor:
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers, not copied, by the model's own names, and tied weights only once.
+    """Return parameters and persistent buffers by the model's own names, without copying. Tied weights occur once.
 
-    For a pipeline stage, return those that the stage holds, a tied weight under its name in the whole model.
+    A pipeline stage returns its own tensors. A tied weight has its name in the whole model.
     """
     persistent = hf.state_dict(keep_vars=True)
     named = {name: parameter.detach() for name, parameter in hf.named_parameters()}
@@ -180,12 +179,12 @@ def prepare_weights(
     weights: Iterable[tuple[str, Tensor]] | None = None,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare to write weights and configuration as a folder that `from_pretrained` and engines load.
+    """Prepare to write weights and configuration as a folder for `from_pretrained` and engines.
 
     Args:
         hf: the model, sharded or not.
-        weights_path: the W of the module docstring.
-        weights: tensors to write, by the model's names; None takes `weights_by_name`.
+        weights_path: the folder W of the module docstring.
+        weights: tensors to write, by the model's names; if None, `weights_by_name`.
         keep: applied to every tensor that will be written.
 
     Returns:
@@ -252,7 +251,7 @@ def saved_weights(folder: Path) -> TensorFiles:
 
 @torch.no_grad()
 def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = False) -> set[str]:
-    """Read this rank's part of the weights from files into the model in place, in the model's dtype.
+    """Read this rank's part of the weights from files into the model, in place and in the model's dtype.
 
     Only the rank's part of a tensor is read if it needs no conversion. Tensors that are converted together are in
     memory together, one group at a time.
@@ -263,7 +262,7 @@ def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = Fa
         strict: raise an error for a tensor that belongs to no weight of the model.
 
     Returns:
-        Names of the weights that the files hold; a tied weight has the first of its names in the model.
+        Names of the weights in the files. A tied weight has its first name in the model.
 
     Raises:
         CheckpointError: a tensor does not fit the model.
@@ -293,7 +292,7 @@ def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = Fa
 
 
 def _read_group(hf: PreTrainedModel, group: TensorGroup, tensors: TensorFiles, wanted: dict[str, Tensor]) -> None:
-    """Read a group of tensors, and write this rank's parts of the weights that are made from it."""
+    """Read a group of tensors, and write this rank's parts of the weights made from it."""
     if group.converter is None:
         (source,) = group.sources
         for weight in wanted.values():

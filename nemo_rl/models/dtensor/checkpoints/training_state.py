@@ -8,7 +8,7 @@ All ranks together write this layout (O = optimizer folder):
     O/rng/rank_<r>.pt              random-number generators of each rank
 
 Invariant: if the settings of optimizer and schedule are unchanged, a load restores every bit that a save wrote, on any
-number of ranks. A rank that has no file of its own keeps its random-number state.
+number of ranks. A rank without a file keeps its random-number state.
 """
 
 import copy
@@ -46,7 +46,7 @@ def prepare_training_state(
     path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare to write optimizer, schedule and each rank's random-number state to `path`, the module docstring's O.
+    """Prepare to write optimizer, schedule and each rank's random-number state to `path` (O in the module docstring).
 
     Args:
         keep: applied to every tensor that will be written.
@@ -84,7 +84,7 @@ def _write_training_state(
 
 
 def _kept(value: Any, name: str, keep: Keep) -> Any:
-    """Copy dicts and lists, and replace each tensor by the result of `keep`."""
+    """Copy dicts and lists, and replace each tensor with the result of `keep`."""
     if isinstance(value, Tensor):
         return keep(name, value)
     if isinstance(value, dict):
@@ -100,7 +100,7 @@ def load_training_state(
     """Restore the state that `prepare_training_state` wrote.
 
     If the settings have changed since the save, the optimizer gets the new hyperparameters and keeps its moments. The
-    new schedule continues at the current step, as if it had been used from the first step on.
+    new schedule continues at the current step, as if it had been used from the start.
 
     Raises:
         CheckpointError: the folder is not an optimizer checkpoint, or belongs to another optimizer.
@@ -110,7 +110,7 @@ def load_training_state(
         raise CheckpointError(f"{path} holds no trainer.pt: not an optimizer checkpoint.")
     trainer = load_plain(trainer_file)
     saved = trainer.get("settings")
-    # A schedule's state has a list with one value per parameter group, and the groups depend on the meshes.
+    # # The state of a schedule contains a list with one value per parameter group, and the groups depend on the meshes.
     num_groups = len(optimizer.param_groups)
     unchanged = settings == saved and len(trainer["scheduler"].get("_last_lr", range(num_groups))) == num_groups
     new_values = None if unchanged else hyperparameters_now(optimizer, scheduler, settings, trainer)
@@ -133,7 +133,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
     """Read the optimizer's state of each parameter, by the parameter's name."""
     now: dict[str, Any] = dict(get_optimizer_state_dict(hf, optimizer))
     names = [group["params"] for group in now["param_groups"]]
-    del now["param_groups"][1:]  # a checkpoint may have another number of groups, but always a first one
+    del now["param_groups"][1:]  # checkpoints may differ in the number of groups
     now["state"] = _known_states(hf, now["state"], with_copies=True)
     state: dict[str, Any] = {"optim": now if groups is None else {"state": now["state"]}}
     with raise_on_all_ranks():
@@ -153,7 +153,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
 
 
 def _known_states(hf: PreTrainedModel, states: Mapping[str, Any], *, with_copies: bool = False) -> dict[str, Any]:
-    """Return the optimizer's state of each parameter under the parameter's name in checkpoints."""
+    """Return the optimizer's state of each parameter by the parameter's name in checkpoints."""
     stage = stage_of(hf)
     if stage is None:
         return dict(states)

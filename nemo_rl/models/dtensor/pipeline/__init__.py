@@ -1,1 +1,1 @@
-"""Pipeline parallelism: layers are divided into stages, and each microbatch goes through the stages in order."""
+"""Divide layers into pipeline stages, through which each microbatch passes in order."""

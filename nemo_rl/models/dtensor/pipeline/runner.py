@@ -1,9 +1,9 @@
-"""Run the pipeline schedules 1F1B and interleaved 1F1B: the order of a stage's passes, and its sends and receives.
+"""Run the pipeline schedules 1F1B and interleaved 1F1B: a stage's passes, sends and receives in order.
 
 A model's layers are divided into chunks; chunk c belongs to stage c % num_stages. `programs` computes the order of all
 stages in advance by simulating rounds. In a round every stage makes its next pass if the inputs of that pass have
-arrived, and the outputs are sent at the end of the round. So sender and receiver handle a tensor in the same round, and
-each stage's transfers are in the order of the rounds.
+arrived, and the outputs are sent at the end of the round. Sender and receiver therefore handle a tensor in the same
+round, and each stage's transfers follow the order of rounds.
 
 Invariant: the transfers cannot block each other. A transfer of round t waits only for passes of rounds up to t and for
 transfers of earlier rounds, so the earliest unfinished round can always be finished, even if a stage's transfers run
@@ -59,7 +59,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class StageExchange:
-    """Sends and receives of a stage at the end of one round."""
+    """Send and receives of a stage at the end of one round."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
@@ -75,7 +75,7 @@ def programs(num_stages: int, chunks_per_stage: int, num_microbatches: int, *, b
     Args:
         num_stages: number of stages, at least 2.
         chunks_per_stage: chunks of each stage; above 1 the schedule is interleaved.
-        num_microbatches: any number; more microbatches leave less idle time.
+        num_microbatches: any number; with more microbatches, there is less idle time.
         backward: whether every forward pass is followed by its backward pass.
     """
     num_chunks = num_stages * chunks_per_stage
@@ -97,16 +97,16 @@ def programs(num_stages: int, chunks_per_stage: int, num_microbatches: int, *, b
 
 
 def num_warmup(stage: int, num_stages: int, chunks_per_stage: int) -> int:
-    """Return the number of forward passes of a stage before its forward and backward passes alternate."""
+    """Return the number of forward passes of a stage before forward and backward passes alternate."""
     later_stages = num_stages - stage - 1
     return later_stages if chunks_per_stage == 1 else 2 * later_stages + (chunks_per_stage - 1) * num_stages
 
 
 def _order(stage: int, num_stages: int, per_stage: int, num_microbatches: int, backward: bool) -> list[Pass]:
-    """Return the passes of a stage in order: groups of `num_stages` microbatches, each through all chunks of the stage.
+    """Return the passes of a stage in order. Groups of `num_stages` microbatches pass through all chunks of the stage.
 
-    The order is computed as if the last group were full. Then passes of microbatches that do not exist are dropped in
-    all stages, so that the stages agree on the order of the remaining passes.
+    The order is computed as if the last group were full. Then all stages drop the passes of microbatches that do not
+    exist, so that they agree on the order of the remaining passes.
     """
     groups = range(0, num_microbatches, num_stages)
 
@@ -128,7 +128,7 @@ def _order(stage: int, num_stages: int, per_stage: int, num_microbatches: int, b
 
 
 def _needs(step: Pass, num_chunks: int) -> set[Pass]:
-    """Return the passes that must have been made in an earlier round than this pass."""
+    """Return the passes that must be finished in an earlier round than this pass."""
     if step.kind == "forward":
         return {Pass("forward", step.chunk - 1, step.microbatch)} if step.chunk else set()
     needs = {Pass("forward", step.chunk, step.microbatch)}
@@ -138,7 +138,7 @@ def _needs(step: Pass, num_chunks: int) -> set[Pass]:
 
 
 def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[int, StageExchange]:
-    """Return each stage's sends and receives after the passes of one round, without stages that have none."""
+    """Return each stage's sends and receives after one round. Stages without transfers are left out."""
     sends: dict[int, list[Transfer]] = {}
     receives: dict[int, list[Transfer]] = {}
     for stage, step in ran.items():
@@ -154,16 +154,16 @@ def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[i
 
 
 type Score = Callable[[ModelInputs], tuple[Tensor, Tensor]]
-"""Computes the model's scores of one microbatch, whose model inputs hold hidden states as `inputs_embeds`."""
+"""Function that computes the scores of a microbatch. Model inputs may hold hidden states as `inputs_embeds`."""
 type Enter = Callable[[ModelInputs], None]
-"""Prepares a pass of one microbatch, also a backward pass, which may run the layers' forward again."""
+"""Function that prepares a pass of one microbatch. Backward passes are included, as they may recompute the forward."""
 
 _ROUNDS_ON_THE_WAY = 2
 
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Shape and dtype of the tensors that stages exchange: local tensors `[b, T / token_parts, width]`."""
+    """Shape and dtype of the tensors between stages: local tensors `[b, T / token_parts, width]`."""
 
     width: int
     """The model's hidden size."""
@@ -173,17 +173,17 @@ class HiddenStates:
     """Number of ranks that divide the tokens between layers (sequence parallelism)."""
 
     def shape(self, inputs: ModelInputs) -> tuple[int, int, int]:
-        """Return the shape for a microbatch, which holds only this rank's tokens in context parallelism."""
+        """Return the shape for a microbatch, which has only this rank's tokens with context parallelism."""
         rows, tokens = inputs.model_inputs["input_ids"].shape
         return rows, tokens // self.token_parts, self.width
 
     def empty(self, inputs: ModelInputs, device: torch.device) -> Tensor:
-        """Return a new tensor that can receive the hidden states of a microbatch."""
+        """Return a new tensor in which a microbatch's hidden states can be received."""
         return torch.empty(self.shape(inputs), dtype=self.dtype, device=device)
 
 
 class Pipeline:
-    """Runs microbatches through the stages.
+    """Run microbatches through the stages.
 
     Args:
         model: the wrapped model after `cut`, sharded.
@@ -198,13 +198,13 @@ class Pipeline:
     ) -> None:
         self.model, self.stage, self.hidden, self.score, self.enter = model, stage, hidden, score, enter
         device = stage.place.device
-        # On GPUs a wait with a time limit would block the host, and the group's watchdog enforces the limit instead.
+        # # On GPUs, a wait with a time limit would block the host. The group's watchdog enforces the limit instead.
         self.limit = collective_timeout(device) if device.type == "cpu" else None
         # All ranks of an NCCL group must take part in its first communication.
         dist.all_reduce(torch.zeros(1, device=device), group=stage.place.group)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`."""
+        """Run microbatches through the pipeline (`PolicyBackend.run`)."""
         place = self.stage.place
         per_stage = len(place.chunks) // place.size
         program = programs(place.size, per_stage, len(microbatches), backward=backward)[place.number]
@@ -220,12 +220,12 @@ class Pipeline:
 def pipeline_for(
     model: ShardableModel, config: PolicyConfig, meshes: Meshes, score: Score, enter: Enter
 ) -> Pipeline | None:
-    """Return the `Pipeline` of a model that was divided into stages, or None for a whole model."""
+    """Return the `Pipeline` of a model that is divided into stages, or None for a whole model."""
     stage = stage_of(model.hf)
     if stage is None:
         return None
     width, dtype = model.hf.config.get_text_config().hidden_size, torch_dtype(config.precision)
-    if dtype == torch.float32:  # nothing is cast, so layers compute in the dtype of their parameters
+    if dtype == torch.float32:  # layers compute in the dtype of their parameters
         dtype = next(model.parameters()).dtype
     token_parts = meshes.layout.tp if config.dtensor_cfg.sequence_parallel else 1
     return Pipeline(model, stage, HiddenStates(width, dtype, token_parts), score, enter)
@@ -240,11 +240,11 @@ class _Run:
     forward_step: ForwardStep
     backward: bool
     arriving: dict[Pass, tuple["_Round", Tensor]] = field(default_factory=dict)
-    """Input that another stage sends for each pass: the round that receives it, and its buffer."""
+    """Input from another stage for each pass: the round in which it is received, and its buffer."""
     leaving: dict[Pass, Tensor] = field(default_factory=dict)
-    """Outputs of this stage that are not sent yet, by the pass of another stage that needs them."""
+    """Outputs of this stage that are not sent yet, by the pass of the other stage that needs them."""
     waiting: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """Input of a chunk, and its output or the loss, by chunk and microbatch, until the backward pass."""
+    """Input and output (or loss) of a chunk, by chunk and microbatch, until the backward pass."""
     started: deque["_Round"] = field(default_factory=deque)
     """Rounds whose sends and receives may not be finished."""
 
@@ -308,7 +308,7 @@ class _Run:
 
     def _backward(self, step: Pass, gradient: Tensor | None) -> None:
         hidden, out = self.waiting.pop((step.chunk, step.microbatch))
-        if out.requires_grad:  # False if the weights of this chunk and of all earlier chunks are frozen
+        if out.requires_grad:  # False if all weights up to this chunk are frozen
             torch.autograd.backward(out, gradient if gradient is None else gradient.to(out.dtype))
         if hidden is not None:
             arrived = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
@@ -317,17 +317,17 @@ class _Run:
 
 @dataclass
 class _Round:
-    """Sends and receives that were started together."""
+    """Send and receives that started together."""
 
     works: list[dist.Work]
     """Handles to wait for."""
     sent: list[Tensor]
     """Tensors that must stay in memory until they are sent."""
     limit: timedelta | None
-    """Time after which a wait raises an error; None leaves this to the group's watchdog."""
+    """Time after which a wait raises an error. If None, the group's watchdog limits the time."""
 
     def wait(self) -> None:
-        """Wait for the sends and receives. On GPUs only the current stream waits. Later calls return immediately."""
+        """Wait for the sends and receives. On GPUs, only the current stream waits. Later calls return immediately."""
         for work in self.works:
             work.wait(self.limit) if self.limit else work.wait()
         self.works, self.sent = [], []

@@ -1,11 +1,11 @@
 """Cut a model into pipeline stages, run a stage's part, and collect values over all stages.
 
-The body's own forward of Hugging Face still computes masks, positions and keyword arguments. It runs over a list in
-which the layers of other chunks are replaced by modules that return their input. So layers keep their index in the
-list, which forwards use to index `config.layer_types`. Hidden states from another stage replace the input of the first
-layer in the list, and the output of the last layer is sent to the next stage. So operations before the layers (an
-embedding multiplier, a norm, dropout) affect the first chunk only, and operations after the layers (a final norm)
-affect the last chunk only.
+The forward of the Hugging Face model's body still computes masks, positions and keyword arguments. It runs over a list
+in which modules that return their input replace the layers of other chunks. Layers thus keep their index in the list,
+which forwards use to index `config.layer_types`. Hidden states from another stage replace the input of the first layer
+in the list, and the output of the last layer is sent to the next stage. Therefore operations before the layers (an
+embedding multiplier, a norm, dropout) affect only the first chunk, and operations after the layers (a final norm)
+affect only the last chunk.
 
 Invariant: parameters keep the names they have in the whole model, and the chunks, run in order, compute the same bits
 as the whole model; `require_divisible` compares the two before any module is removed.
@@ -40,13 +40,13 @@ class Place:
     """Position of a rank in the pipeline."""
 
     number: int
-    """Number of the rank's stage; stage 0 has the embedding, and the last stage has final norm and head."""
+    """Number of the rank's stage. Stage 0 has the embedding, and the last stage has final norm and head."""
     size: int
     """Number of stages."""
     chunks: tuple[range, ...]
-    """Layers of every chunk of the model, in the order of a forward pass; chunk c belongs to stage c % size."""
+    """Layers of every chunk, in the order of a forward pass. Chunk c belongs to stage c % size."""
     group: dist.ProcessGroup | None = None
-    """The ranks that hold the stages of one copy of the model, first stage first; None in a test in one process."""
+    """The ranks that hold the stages of one model copy, first stage first. None in a test with one process."""
     device: torch.device = torch.device("cpu")
     """Device on which the rank computes."""
 
@@ -87,19 +87,19 @@ class PipelineStage:
         return self.renamed.get(name, name)
 
     def sum(self, number: Tensor) -> Tensor:
-        """Sum a number over the stages, and give every rank the sum."""
+        """Return the sum of a number over all stages, on every rank."""
         total = number.to(self.place.device)
         dist.all_reduce(total, group=self.place.group)
         return total
 
 
 def stage_of(hf: nn.Module) -> PipelineStage | None:
-    """Return the stage that `cut` made of this model, or None for a whole model."""
+    """Return the stage that `cut` made from this model, or None for a whole model."""
     return getattr(hf, _ATTRIBUTE, None)
 
 
 def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) -> tuple[range, ...]:
-    """Divide the layers as evenly as possible. Remaining layers go to the first chunks, because the last has the head.
+    """Divide the layers as evenly as possible. The first chunks get remaining layers, because the last has the head.
 
     Raises:
         ConfigError: there are fewer layers than chunks.
@@ -118,7 +118,7 @@ def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) ->
 
 
 def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, device: torch.device) -> PipelineStage:
-    """Reduce a model, in place, to the part that this rank's stage holds. `try_division` must have passed before.
+    """Reduce a model in place to the part of this rank's stage. `try_division` must have succeeded before.
 
     Raises:
         ConfigError: the model cannot be divided into these chunks.
@@ -129,9 +129,9 @@ def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, devic
 
 
 def try_division(probe_model: PreTrainedModel) -> None:
-    """Test on a small model that its architecture can be divided before every layer. The model stays whole.
+    """Test on a small model that its architecture can be divided before every layer. The model is not divided.
 
-    The first chunk has no layer, so that there is a division before the first layer too.
+    The first chunk has no layer, so that a division before the first layer is also tested.
 
     Raises:
         ConfigError: the model cannot be divided.
@@ -142,7 +142,7 @@ def try_division(probe_model: PreTrainedModel) -> None:
 
 
 def cut(hf: PreTrainedModel, place: Place) -> PipelineStage:
-    """Remove, in place, the modules that only other stages hold. All ranks call this before sharding.
+    """Remove, in place, the modules that only other stages need. All ranks call this before sharding.
 
     Raises:
         ConfigError: the model cannot be divided, or a stage would have nothing to train.
@@ -171,7 +171,7 @@ def cut(hf: PreTrainedModel, place: Place) -> PipelineStage:
 
 @contextmanager
 def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
-    """Run a block in which the forward of the model's body runs the layers of one chunk only.
+    """Run a block in which the forward of the model's body runs only the layers of one chunk.
 
     In the block the body takes the hidden states of the previous chunk as `inputs_embeds` (except for the first
     chunk), and its `last_hidden_state` is the input of the next chunk (except for the last chunk).
@@ -186,7 +186,7 @@ def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
     through[0] = first
     last = through[-1] = _Through(through[-1])
     modules["layers"] = nn.ModuleList(through)
-    # Modules that this stage does not hold are replaced too: the forward calls them, but their output is not used.
+    # # Modules of other stages are replaced too, because the forward calls them. Their output is not used.
     modules.update(dict.fromkeys((name for name in _Ends.of(hf).names if before[name] is None), skip))
     forward = part.forward
 
@@ -209,7 +209,7 @@ def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
 
 
 def require_divisible(hf: PreTrainedModel, place: Place) -> None:
-    """Run a whole model chunk by chunk on a few tokens, and compare the result with that of its own forward.
+    """Run a whole model chunk by chunk on a few tokens, and compare the result with that of the model's own forward.
 
     Args:
         hf: the whole model with its weights loaded, or a small model of the same architecture.
@@ -242,19 +242,19 @@ def _chunks_compute_the_same(hf: PreTrainedModel, place: Place) -> bool:
             hidden = hidden_states(hf, given)
         given = {"inputs_embeds": hidden}
         if hidden.shape != whole.shape:
-            raise ValueError(f"its layers hand on {list(hidden.shape)} where the model gives {list(whole.shape)}")
+            raise ValueError(f"its layers return {list(hidden.shape)} where the model gives {list(whole.shape)}")
     return bool((hidden - whole).abs().max() <= 1e-5 * whole.abs().max())
 
 
 class _PassThrough(nn.Module):
-    """Replaces a layer or norm that does not belong to this chunk, and returns its input."""
+    """Module in place of a layer or norm of another chunk, which returns its input."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
 
 class _Through(nn.Module):
-    """Wraps the first or last layer of the list: feeds received hidden states into the layer, and keeps its output."""
+    """Wrap the first or last layer of the list, to insert received hidden states and keep the output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class _Through(nn.Module):
         self.left: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the layer, because some bodies choose a layer's mask by such an attribute."""
+        """Return an attribute of the layer, because some models choose a layer's mask by an attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -278,10 +278,10 @@ class _Through(nn.Module):
 
 @dataclass(frozen=True)
 class _Ends:
-    """Names of the body's modules that have weights and are not decoder layers."""
+    """Names of the body's modules with weights that are not decoder layers."""
 
     before: tuple[str, ...]
-    """Modules that run before the layers; the first one is not always the embedding."""
+    """Modules that run before the layers. The first one is not always the embedding."""
     after: tuple[str, ...]
     """Modules after the layers: the final norm, if it has weights."""
 
@@ -292,7 +292,7 @@ class _Ends:
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> "_Ends":
-        """Return the names for a model, also of modules that were removed from a stage."""
+        """Return the names for a model, including modules that were removed from a stage."""
         known = getattr(hf, _ENDS, None)
         return known or cls._found(hf)
 
@@ -335,7 +335,7 @@ def _owners(hf: PreTrainedModel, ends: _Ends, place: Place) -> dict[str, list[in
 
 
 def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
-    """Remove all modules except those of this stage, whose layers keep their numbers as names."""
+    """Remove all modules except those of this stage. Layers keep their numbers as names."""
     part: Any = body(hf)
     setattr(hf, _ENDS, ends)
     held = nn.ModuleList()
@@ -353,7 +353,7 @@ def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
 
 
 def _require_trainable(hf: PreTrainedModel, owners: dict[str, list[int]], place: Place) -> None:
-    """Refuse a stage with only frozen weights, whose optimizer would have no parameters."""
+    """Refuse a stage whose weights are all frozen, because its optimizer would have no parameters."""
     trained = {name for name, parameter in hf.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     idle = set(range(place.size)) - {stage for name in trained for stage in owners[name]}
     if trained and idle:
@@ -365,7 +365,7 @@ def _require_trainable(hf: PreTrainedModel, owners: dict[str, list[int]], place:
 
 
 def _shared(hf: PreTrainedModel, known: dict[str, str], owners: dict[str, list[int]]) -> frozenset[str]:
-    """Return the parameters that several stages use, which can only be an embedding that is also the head."""
+    """Return the parameters that several stages use. Only an embedding that is also the head is possible."""
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     tied = [name for name, module in hf.named_modules() if module in (embedding, head)]
     shared = {name: first for name, first in known.items() if owners[name] != owners[first]}
@@ -383,7 +383,7 @@ def _refused(hf: PreTrainedModel, why: str) -> ConfigError:
 
 
 _GROUP_BYTES = 64 * 1024**2
-"""Bytes of tensors whose names and shapes are broadcast together; a larger tensor is a group of its own."""
+"""Bytes of tensors whose names and shapes are broadcast together. A larger tensor is a group by itself."""
 
 
 def without_copies(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -414,7 +414,7 @@ def of_all_stages(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Itera
 
 
 def names_here(hf: nn.Module) -> dict[str, str]:
-    """Return `{checkpoint name: name here}` for weights of this stage that have another name in checkpoints."""
+    """Return `{checkpoint name: name in this stage}` for weights whose two names differ."""
     stage = stage_of(hf)
     return {} if stage is None else {known: name for name, known in stage.renamed.items()}
 
@@ -449,7 +449,7 @@ def copied_parameters(hf: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def sum_shared_gradients(hf: nn.Module) -> None:
-    """Set the gradients of both copies of a shared weight to their sum, which has the same bits on both stages."""
+    """Set both copies of a shared weight's gradient to their sum, which has the same bits on both stages."""
     stage = stage_of(hf)
     for parameter in shared_parameters(hf).values():
         if not parameter.requires_grad:

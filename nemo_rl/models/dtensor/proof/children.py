@@ -1,9 +1,9 @@
 """Run calls in forked processes with a deadline, so that no crash or hang of a call affects the caller.
 
 The module is for computations on CPUs before any other part of a run has started. A child is a copy of this process, so
-it has imported the same modules as its parent, and reads the parent's tensors without copying them. A child leads its
-own process group or is in its parent's, and computes on one thread, because the other threads of OpenMP do not survive
-a fork. It writes nothing to the terminal, and exits when its parent exits.
+it has the same imported modules, and reads the parent's tensors without copying them. A child has its own process group
+or its parent's. It computes on one thread, because the other threads of OpenMP do not survive a fork. It writes nothing
+to the terminal, and exits when its parent exits.
 
 Invariant: after `answers` returns or raises, no child runs, nor with `own_group` a process that a child started.
 """
@@ -39,7 +39,7 @@ class Failure:
     what: str
     """The exception and its message, or the signal that killed the process."""
     refused: bool = False
-    """Whether the call raised a `ConfigError`; then `what` is its message."""
+    """Whether the call raised a `ConfigError`, whose message is then `what`."""
     raised: bool = False
     """Whether the call raised another exception, or its process exited or was killed."""
 
@@ -64,7 +64,7 @@ class _Child:
         return not part
 
     def end(self) -> int:
-        """Kill the child, and the group that it leads, if they still run, and return the child's exit status."""
+        """Kill the child, and its process group if it has its own, and return the child's exit status."""
         if self.status is None:
             os.close(self.pipe)
             with suppress(ProcessLookupError, PermissionError):
@@ -84,7 +84,7 @@ def answers[AnswerT](
         work: function whose result can be pickled.
         number: number of processes.
         timeout_s: deadline for all calls together, in seconds.
-        own_group: give each process its own process group, which is killed as a whole; it may then start children.
+        own_group: give each process its own process group, which is killed as a whole, so that it may start children.
 
     Raises:
         DeadlineExceededError: not all calls have answered in time.
@@ -121,9 +121,9 @@ def _collect(children: Sequence[_Child], end: float, timeout_s: float) -> Any:
 
 
 def _answer_of(child: _Child) -> Any:
-    status = child.end()  # the status of a process that exited by itself is kept
+    status = child.end()  # a process that has exited keeps its status
     if child.received:
-        return pickle.loads(bytes(child.received))  # written by a copy of this program
+        return pickle.loads(bytes(child.received))  # the data comes from a copy of this program
     if os.WIFSIGNALED(status):
         return Failure(f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}", raised=True)
     return Failure(f"its process ended with status {os.waitstatus_to_exitcode(status)}", raised=True)
@@ -136,7 +136,7 @@ def _fork(work: Callable[[], Any], others: Sequence[_Child], own_group: bool) ->
             stream.flush()
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork with threads; torch's are idle
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's threads are idle, so the fork is safe
         pid = os.fork()
     if pid == 0:
         os.close(ours)
@@ -161,7 +161,7 @@ def _run(work: Callable[[], Any], pipe: int, parent: int, own_group: bool) -> No
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
-        faulthandler.disable()  # an abort is reported as a `Failure`; its stacks need not appear on the terminal
+        faulthandler.disable()  # an abort is reported as a `Failure`, without stacks
         torch.set_num_threads(1)
         _send(pipe, _answer(work))
     finally:
@@ -169,7 +169,7 @@ def _run(work: Callable[[], Any], pipe: int, parent: int, own_group: bool) -> No
 
 
 def _answer(work: Callable[[], Any]) -> Any:
-    with Boundary(BaseException) as caught:  # any exception of an architecture's code is the answer
+    with Boundary(BaseException) as caught:  # any exception of an architecture is an answer
         return work()
     error = caught.take()
     if isinstance(error, ConfigError):

@@ -1,4 +1,4 @@
-"""Prove before a run starts that a mesh gives the same numbers as one process, on a small model of the architecture.
+"""Prove on a small model, before a run starts, that a mesh gives the same numbers as one process.
 
     driver ── proven already? ──► done
        └─ fork ─► prover: small model, features of its architecture, numbers of one process
@@ -107,7 +107,7 @@ def is_proven(number: str) -> bool:
 
 
 def remember(number: str) -> None:
-    """Store a proof. If the folder cannot be written, the next run repeats the proof."""
+    """Store a proof. If the folder cannot be written, the next run has to repeat the proof."""
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder() / number).touch()
@@ -119,13 +119,13 @@ TIMEOUT_S = 600.0
 _RANKS_S = 240.0
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest accepted relative difference, by the dtype in which the small model computes. Another order of sums changes
-gradients by up to 1e-12 in float64, and 1e-4 in float32. In a wrong mesh, a term of a sum is missing, added twice or
-taken from another token. With a few dozen tokens, two heads and four experts, this is 1e-3 or more."""
+gradients by up to 1e-12 in float64, and 1e-4 in float32. In a wrong mesh, a term of a sum is missing, repeated or from
+another token. With a few dozen tokens, two heads and four experts, the difference is then 1e-3 or more."""
 _AXES = ("pp", "cp", "tp", "ep")
 
 
 def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy") -> None:
-    """Prove that a mesh is correct, unless a proof is stored or the mesh needs none.
+    """Prove that a mesh is correct. Nothing is computed if a proof is stored or if the mesh needs no proof.
 
     Args:
         layout: axis sizes, from the section and the number of ranks.
@@ -155,7 +155,7 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
 
 @dataclass(frozen=True)
 class _ProofQuestion:
-    """A mesh, and the model for which it is to be proven."""
+    """A mesh to prove, with its model."""
 
     policy: PolicyConfig
     mesh: SmallMesh
@@ -163,7 +163,7 @@ class _ProofQuestion:
 
     @property
     def name(self) -> str:
-        """The mesh, as configuration keys."""
+        """Return the configuration keys of the mesh, as its name."""
         return " x ".join(_keys(self.policy)) or "one rank"
 
     def failure(self) -> Failure | None:
@@ -184,7 +184,7 @@ class _ProofQuestion:
         )
 
     def _way_out(self) -> str:
-        """Return advice that names each setting whose change alone gives a mesh that is proven correct."""
+        """Return advice that names each setting whose change alone gives a correct mesh."""
         fine = [keys for keys, question in self._simpler() if question is None or question.failure() is None]
         return f"Set {' or '.join(fine) or _alone(self.policy)}."
 
@@ -221,13 +221,13 @@ def _changes(policy: PolicyConfig) -> Mapping[str, dict[str, Any]]:
 
 
 def _alone(policy: PolicyConfig) -> str:
-    """Return the advice for the case that no single change helps: all axes set to one rank."""
+    """Return the advice to set all axes to one rank, for the case that no single change helps."""
     axes = [axis for axis in _AXES if policy.dtensor_cfg.size(axis) > 1]
     return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)
 
 
 def _prove(question: _ProofQuestion) -> Failure | None:
-    """Compare one process with the ranks of the small mesh. This runs inside the prover process.
+    """Compare one process with the ranks of the small mesh, in the prover process.
 
     Both compute in float64, which shows small errors, or in float32 if the architecture raises an error in float64.
     Models with experts are compared in float32 as well, because grouped matrix products do not support float64.
@@ -280,7 +280,7 @@ def _on_rank(task: Any, reference: Any, store: Path, rank: int) -> Any:
 
 
 def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Failure | None:
-    """Return the first and the largest difference of loss, scores, gradients and norm, or None if all agree."""
+    """Return the first and the largest difference in loss, scores, gradients and norm, or None if all agree."""
     loss, norm = sum(rank.loss for rank in ranks), ranks[0].norm
     gradients = {name: error for rank in ranks for name, error in rank.gradients.items()}
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Compute the numbers that a proof compares: loss, scores, gradients and their norm, of one process and of a mesh.
+"""Compute the loss, scores, gradients and gradient norm that a proof compares, of one process and of a mesh.
 
 One process scores each row separately, unpadded, with the model's own forward and its own attention. The ranks run
 `DTensorBackend` with all settings of the policy section, on microbatches in the layout of a run.
@@ -7,7 +7,7 @@ Invariant: every gradient of the one process is compared with the gradient of th
 
 Both sides compute in float64 if the architecture supports it. Norms, softmax, routers and rotary embeddings usually
 compute in float32 for any dtype of the model. Their rounding depends on the order of sums and would hide errors below
-1e-5. `in_float64` replaces float32 in this code too, and in float64 the rounding is 1e-12.
+1e-5. `in_float64` makes this code compute in float64, whose rounding is 1e-12.
 """
 
 import math
@@ -42,10 +42,10 @@ _CPU = torch.device("cpu")
 _LENGTHS = ((13, 9), (7, 11, 6))
 """Length in tokens of each row of each microbatch; microbatches differ in shape, and rows are longer than a window."""
 _ALIKE = 6
-"""Number of tokens of the prompt with which all rows of a microbatch begin."""
+"""Number of tokens of the prompt that all rows of a microbatch share."""
 _NEGLIGIBLE = 1e-3
-"""A difference is divided by the largest number of its gradient, but at least by this fraction of the model's largest
-gradient. The true gradient of some parameters (biases of keys) is zero, so the computed one consists of rounding."""
+"""A difference is divided by the largest element of its gradient, but at least by this fraction of the model's largest
+gradient. The true gradient of some parameters (biases of keys) is zero, so the computed gradient is only rounding."""
 _ADAPTED = 0.1
 
 
@@ -58,7 +58,7 @@ class Reference:
     scores: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Scores `[b, T - 1]`, or `[b, T]` of a scalar head, by data-parallel rank and microbatch."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Gradient of every trained parameter, by name."""
+    """Gradient of every trained parameter, by parameter name."""
 
     @property
     def norm(self) -> float:
@@ -67,32 +67,32 @@ class Reference:
 
     @property
     def scale(self) -> float:
-        """Largest absolute number of any gradient."""
+        """Return the largest absolute element of all gradients."""
         return max((float(gradient.abs().max()) for gradient in self.gradients.values()), default=0.0)
 
 
 @dataclass
 class RankNumbers:
-    """Numbers of one rank: its loss and norm, and its differences from the reference."""
+    """Results of one rank: its loss and norm, and its differences from the reference."""
 
     loss: float
     """Loss of the rank's rows; 0 on ranks that report no results (`ParallelLayout.result_ranks`)."""
     norm: float
     """Joint 2-norm of all gradients."""
     scores: float
-    """Largest difference of a score, relative to the largest score."""
+    """Largest difference of a score, divided by the largest score."""
     gradients: dict[str, float]
-    """Largest difference of each gradient by name, relative to the largest number of the gradient."""
+    """Largest difference of each gradient, divided by the gradient's largest element, by name."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The model, settings and rows with which both sides compute."""
+    """The model, settings and rows that both sides use."""
 
     probe_model: PreTrainedModel
     """The small model, with weights."""
     policy: PolicyConfig
-    """Policy section with the settings of the small mesh."""
+    """Policy section with the settings of the run, for the small mesh."""
     layout: ParallelLayout
     """The small mesh."""
     found: Found
@@ -103,23 +103,23 @@ class Task:
         dtype = next(self.probe_model.parameters()).dtype
         model = adapted(deepcopy(self.probe_model), self.policy, self.found, seed=0).to(dtype)
         if dtype == torch.float64:
-            model.hf.set_experts_implementation("eager")  # grouped matrix products do not support float64
+            model.hf.set_experts_implementation("eager")  # grouped matrix products lack float64
         generator = torch.Generator().manual_seed(1)
         for name, parameter in model.hf.named_parameters():
-            if name.endswith("lora_B"):  # with zeros in B, errors in A would have no effect
+            if name.endswith("lora_B"):  # if B were zero, errors in A would have no effect
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
                 parameter.data.copy_(_ADAPTED * noise)
         return model
 
     @property
     def scores(self) -> bool:
-        """True for a scalar head: a reward model or a critic."""
+        """Return True for a model with a scalar head: a reward model or a critic."""
         return self.policy.reward_model_cfg.enabled
 
     def microbatches(self, dp_rank: int) -> Iterator[BatchedDataDict[Any]]:
-        """Yield the rows of a data-parallel rank, right padded, with a weight for each token's score."""
+        """Yield the microbatches of a data-parallel rank, right padded, with a weight for each token's score."""
         text = self.probe_model.config.get_text_config()
-        padding = -1 if text.pad_token_id is None else text.pad_token_id  # marks the end of a row for a scoring head
+        padding = -1 if text.pad_token_id is None else text.pad_token_id  # a scoring head finds the end of a row by it
         for index, lengths in enumerate(_LENGTHS):
             generator = torch.Generator().manual_seed(10 * dp_rank + index)
             shape = (len(lengths), max(lengths))
@@ -163,9 +163,9 @@ def one_process(task: Task) -> Reference:
 
 
 def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], row: int, length: int) -> Tensor:
-    """Return the scores of one row: those of its tokens after the prompt, or of every position for a scalar head.
+    """Return the scores of one row's tokens after the prompt, or of every position for a scalar head.
 
-    With a scalar head the model's own forward scores only the last position, and its head is called for the others.
+    With a scalar head, the model's own forward scores only the last position. Its head is called for all others.
     """
     ids = rows["input_ids"][row : row + 1, :length]
     logits = hf(input_ids=ids, use_cache=False).logits
@@ -179,7 +179,7 @@ def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], 
 
 
 def on_mesh(task: Task, reference: Reference) -> RankNumbers:
-    """Compute the numbers of this rank in a collective call. The process group has as many ranks as the mesh."""
+    """Compute the results of this rank. The call is collective over the ranks of the mesh."""
     built = Built(task.model(), LazyWeights(), task.found.shares_prompts)
     options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
     backend = DTensorBackend(task.policy, _CPU, task.layout, build=lambda *_: built, **options)
@@ -223,7 +223,7 @@ def _laid_out(task: Task, backend: DTensorBackend, rows: BatchedDataDict[Any]) -
 
 
 def _gradients(backend: DTensorBackend) -> tuple[float, Iterator[tuple[str, Tensor]]]:
-    """Return norm and whole gradients of this rank's stage, by names of the whole model, in a collective call."""
+    """Return norm and whole gradients of this rank's stage, by names of the whole model. The call is collective."""
     hf, stage = backend.model.hf, stage_of(backend.model.hf)
     sum_shared_gradients(hf)
     norm = clip_gradients(
@@ -243,7 +243,7 @@ def _gradients(backend: DTensorBackend) -> tuple[float, Iterator[tuple[str, Tens
 
 
 def _relative(got: Tensor, want: Tensor, scale: float) -> float:
-    """Return the largest difference, relative to the largest wanted number, or infinity if one is not finite."""
+    """Return the largest difference divided by the largest wanted number, or infinity if a number is not finite."""
     size = max(float(want.abs().max()), _NEGLIGIBLE * scale) if want.numel() else 1.0
     worst = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
     return worst / size if size and math.isfinite(worst) else (0.0 if worst == 0 else math.inf)
@@ -251,7 +251,7 @@ def _relative(got: Tensor, want: Tensor, scale: float) -> float:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Run a block in which this thread computes in float64 where code asks for float32. The model is in float64."""
+    """Run a block in which code of this thread that asks for float32 computes in float64. The model is in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -262,7 +262,7 @@ def in_float64() -> Iterator[None]:
 
 
 class _Wider(TorchFunctionMode):
-    """Replaces float32 by float64 in every torch call."""
+    """Mode that replaces float32 with float64 in every torch call."""
 
     def __torch_function__(
         self,

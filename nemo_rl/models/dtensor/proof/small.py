@@ -1,7 +1,7 @@
-"""Build the small model and the small mesh of a proof: every kind of layer, on as few ranks as possible.
+"""Build the small model and the small mesh of a proof, with every kind of layer on as few ranks as possible.
 
 Invariant: every size that ranks divide stays a multiple of their number. Odd numbers, such as seven query heads for
-each key head or three ranks, stay odd. Sizes that this module does not know keep their value.
+each key head or three ranks, stay odd. Unknown sizes keep their value.
 """
 
 import logging
@@ -28,12 +28,12 @@ from nemo_rl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _WINDOW = 5
-"""Tokens of a sliding window or an attention chunk, fewer than a row of the proof has."""
+"""Number of tokens of a sliding window or attention chunk. Rows of a proof are longer."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_ssm")
 _WIDTH = 256
 _MOST_PARAMETERS = 150_000_000
-"""Largest number of parameters of a small model; a larger model would take too much memory and time."""
+"""Largest number of parameters of a small model. Larger models need too much memory and time."""
 _RANDOM = re.compile(r"dropout|pdrop|drop_rate|layerdrop|jitter")
 _TOKENS = 8
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -44,7 +44,7 @@ class SmallMesh:
     """The smallest mesh with the same kinds of division as a given mesh."""
 
     layout: ParallelLayout
-    """Size of each axis: the smallest prime factor of its size in the given mesh, and 2 for pipeline stages.
+    """Size of each axis: 2 for pipeline stages, and for others the smallest prime factor of the size in the given mesh.
     Data-parallel ranks are added only if expert parallelism needs more ranks than the other axes have."""
     virtual: int
     """Chunks of layers of each pipeline stage."""
@@ -59,7 +59,7 @@ class SmallMesh:
 
     @property
     def layers(self) -> int:
-        """Smallest number of layers that a model on this mesh must have."""
+        """Return the smallest number of layers that this mesh needs."""
         return max(2, self.layout.pp * self.virtual)
 
 
@@ -68,7 +68,7 @@ def _smallest_prime(size: int) -> int:
 
 
 def small_policy(policy: PolicyConfig, mesh: SmallMesh) -> PolicyConfig:
-    """Return the policy section for the small model: without rounding, optimizer, dropout and offload."""
+    """Return the policy section of the small model, without rounding, optimizer, dropout and offload."""
     asked, sizes = policy.dtensor_cfg, mesh.layout
     lora = asked.lora_cfg
     adapters = lora.model_copy(
@@ -97,17 +97,17 @@ def small_policy(policy: PolicyConfig, mesh: SmallMesh) -> PolicyConfig:
 def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh) -> PreTrainedModel:
     """Build a small model of the architecture with random weights, in float32 and eval mode, with every kind of layer.
 
-    It tries reduced forms of the configuration, smaller ones first, until the architecture's code runs with one.
+    Reduced forms of the configuration are tried, smallest first, until the architecture's code runs.
 
     Args:
         mesh: the small mesh that will divide the model.
 
     Raises:
-        ConfigError: the architecture runs with no form of the configuration.
+        ConfigError: the architecture's code runs with none of the forms.
     """
     auto: Any = AutoModelForSequenceClassification if policy.reward_model_cfg.enabled else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
-        raise ConfigError(f"{auto.__name__} knows no model of the type {config.model_type}.")
+        raise ConfigError(f"{auto.__name__} has no model of the type {config.model_type}.")
     kind: type[PreTrainedModel] = _get_model_class(config, auto._model_mapping)
     attention = attention_choice(config, attention_to_load(policy), auto)
     reasons = []
@@ -130,7 +130,7 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
 
 
 def _forms(config: PretrainedConfig, mesh: SmallMesh, *, ulysses: bool) -> Iterator[PretrainedConfig]:
-    """Yield reduced forms of a configuration, smallest first. The last one is the configuration itself."""
+    """Yield reduced forms of a configuration, smallest first. The last form is the configuration itself."""
     for form in (_narrow, _with_few_heads, _without_few_heads):
         try:
             yield form(deepcopy(config), mesh, ulysses)
@@ -159,7 +159,7 @@ def _without_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool)
 
 
 def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """Reduce also the key heads, to one or two for each rank that divides them, and the hidden size in proportion."""
+    """Also reduce the key heads to one or two per rank that divides them, and the hidden size in proportion."""
     text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()
     before = text.num_attention_heads
     heads, keys = _few_heads(text, mesh, ulysses)
@@ -171,7 +171,7 @@ def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) ->
 
 
 def _narrow(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """Reduce also the number of heads, keep the head size, and set the hidden size independently of the heads."""
+    """Also reduce the number of heads, keep the size of a head, and choose the hidden size independently."""
     if not isinstance(getattr(config.get_text_config(), "head_dim", None), int):
         raise ValueError("the size of its heads follows from its width")
     text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()
@@ -203,7 +203,7 @@ def _set_heads(text: Any, heads: int, keys: int) -> None:
 
 
 def _set_width(text: Any, width: int) -> None:
-    """Set the hidden size, and change weights and the number of heads of state-space layers in proportion."""
+    """Set the hidden size, with weights and the number of heads of state-space layers in proportion."""
     for name in _MAMBA_HEADS:
         count = getattr(text, name, None)
         if isinstance(count, int) and count * width % text.hidden_size == 0:
@@ -219,7 +219,7 @@ def _require_small(model: PreTrainedModel) -> None:
 
 
 def _fix_what_is_random(config: PretrainedConfig) -> None:
-    """Set dropout and other random effects in training to 0, because ranks draw different random numbers."""
+    """Set dropout and other random effects of training to 0, because ranks draw different random numbers."""
     for part in {id(each): each for each in (config, config.get_text_config())}.values():
         values: Any = part
         for name, value in list(vars(part).items()):

@@ -1,1 +1,1 @@
-"""Sample from Megatron Core's models, with the same layers that Megatron Core trains."""
+"""Sample from Megatron Core's models, with the layers that Megatron Core trains."""

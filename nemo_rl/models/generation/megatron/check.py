@@ -1,6 +1,6 @@
 """Check that Megatron Core supports a model and can divide it over the ranks of an engine.
 
-The check runs in the controller, which imports nothing of Megatron Core.
+The check runs in the controller, which does not import Megatron Core.
 """
 
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """See `registry.EngineKind.check`."""
+    """Check that the engine can serve the model (`registry.EngineKind.check`)."""
     key = "policy.generation.backend=megatron"
     model = load_model_config(policy.model_name, policy.hf_config_overrides)
     try:
         check_expressible(model)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error} The engines vllm and hf need no Megatron Core.") from error
+        raise ConfigError(f"{key}: {error} The engines vllm and hf do not need Megatron Core.") from error
     problems = list(engine_size_problems(policy, model))
     if problems:
         raise ConfigError("policy.generation.engine." + "\npolicy.generation.engine.".join(problems))
 
 
 def engine_size_problems(policy: PolicyConfig, model: PretrainedConfig) -> Iterator[str]:
-    """Yield a message for each size of the engine that does not divide the model, with the sizes that do.
+    """Yield a message for each size of the engine that does not divide the model, with sizes that do.
 
     Args:
         policy: The section `policy`, with `generation`.

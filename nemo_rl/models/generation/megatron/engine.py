@@ -57,7 +57,7 @@ from nemo_rl.weight_sync.parts import BlocksByName, ReadRecorder
 
 
 class RotaryAtPositions(nn.Module):
-    """A rotary embedding of Megatron Core that gives the angles at chosen positions, not at 0, 1, 2 ...
+    """A rotary embedding of Megatron Core with angles at given positions instead of 0, 1, 2 ...
 
     Args:
         most_positions: Number of positions for which angles are computed.
@@ -70,7 +70,7 @@ class RotaryAtPositions(nn.Module):
         """`[T]` int64, positions of the tokens of the next pass."""
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        """Return the number of positions, whatever the length of the input is."""
+        """Return the number of positions, independent of the input's length."""
         return self._most_positions
 
     def forward(self, seq_len: int, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class RotaryAtPositions(nn.Module):
 
 
 def use_positions(model: nn.Module, most_positions: int) -> list[RotaryAtPositions]:
-    """Replace the rotary embeddings of a GPTModel, including those of latent attention, and return the replacements."""
+    """Replace the rotary embeddings of a GPTModel, also in latent attention, and return the replacements."""
     replacements = []
     for holder in list(model.modules()):
         if isinstance(rotary := getattr(holder, "rotary_pos_emb", None), nn.Module):
@@ -92,10 +92,10 @@ def use_positions(model: nn.Module, most_positions: int) -> list[RotaryAtPositio
 
 
 class ModelPart:
-    """The layers of this rank. All ranks of the engine construct it at the same time, in a collective call.
+    """The layers of this rank. All ranks of the engine construct it together, because the call is collective.
 
     Args:
-        settings: Settings of the engine. `engine_kwargs["megatron_cfg"]` has those with which the policy computes.
+        settings: Settings of the engine. `engine_kwargs["megatron_cfg"]` is the section of the policy.
         meeting: The processes of the engine. None if there is only one.
     """
 
@@ -111,7 +111,7 @@ class ModelPart:
             update=_sizes(settings)
         )
         _start_groups(settings, section, self._device)
-        # These modules are imported here, because without CUDA they need the preparation above.
+        # # These modules are imported here, because without CUDA they need the preparation above.
         from nemo_rl.models.megatron.conversion.importer import HubReceiver, load_huggingface
         from nemo_rl.models.megatron.model.build import build_chunks
 
@@ -129,17 +129,17 @@ class ModelPart:
         if settings.num_workers > 1:
             dist.all_reduce(room, dist.ReduceOp.MIN)
         self.cache = TokenCache(int(room), self._device)
-        """Places of the rows' tokens. All ranks have the same number of places."""
+        """Cache positions of the rows' tokens. All ranks have the same number of positions."""
         self._rotaries = use_positions(self.model, settings.max_model_len)
 
     @torch.inference_mode()
     def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor | None:
-        """Compute a pass (see `ContinuousEngine.read`), and return `[b, V]` logits on place 0."""
+        """Compute a pass (`ContinuousEngine.read`). Return `[b, V]` logits on place 0."""
         step = self.cache.read(rows)
         return self._at_place_0(self._call(step.token_ids, step.positions, step), len(rows))
 
     def _call(self, token_ids_T: Tensor, positions_T: Tensor, step: CachedPass | None = None) -> Tensor:
-        """Compute this stage from the hidden states of the previous stage, and send the result to the next stage.
+        """Compute this stage from the previous stage's hidden states, and send the result to the next stage.
 
         Returns:
             `[T, 1, D]` hidden states, or in the last stage `[b, V]` logits after the last token of each row.
@@ -187,22 +187,22 @@ class ModelPart:
     def load_tensors(self, tensors: list[tuple[str, Tensor]]) -> None:
         """Load this rank's part of each tensor."""
         if self._recorder is not None:
-            tensors = [(name, tensor.clone()) for name, tensor in tensors]  # each alone in its storage
+            tensors = [(name, tensor.clone()) for name, tensor in tensors]  # each in its own storage
             self._recorder.watch(tensors)
         with self._recorder or nullcontext():
             for name, tensor in tensors:
                 self._receiver.take(name, tensor)
 
     def not_loaded(self) -> list[str]:
-        """Return hub names of the tensors that this rank needs and was not sent."""
+        """Return hub names of tensors that this rank needs but has not received."""
         return self._receiver.unbound()
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         self._recorder = ReadRecorder()
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         assert self._recorder is not None, "record_reads comes first"
         recorder, self._recorder = self._recorder, None
         return recorder.reads
@@ -225,7 +225,7 @@ class ModelPart:
 
 
 def _sizes(settings: EngineSettings) -> dict[str, Any]:
-    """Return the fields of `megatron_cfg` in which an engine differs from the policy."""
+    """Return the fields of `megatron_cfg` that differ between engine and policy."""
     return {
         "tensor_model_parallel_size": settings.tensor_parallel_size,
         "sequence_parallel": False,
@@ -245,7 +245,7 @@ def _start_groups(settings: EngineSettings, section: MegatronConfig, device: tor
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     elif settings.num_workers == 1:
-        return  # another engine of this process has started them
+        return  # another engine of this process started them
     layout = ParallelLayout(
         pp=settings.pipeline_parallel_size, tp=settings.tensor_parallel_size, ep=settings.expert_parallel_size
     )
@@ -255,7 +255,7 @@ def _start_groups(settings: EngineSettings, section: MegatronConfig, device: tor
 def _after(
     *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: Tensor, **ignored: Any
 ) -> Tensor:
-    """Compute `[b, V]` logits on every rank after the tokens of `hidden_states` `[T, 1, D]` at indices `context`."""
+    """Compute `[b, V]` logits on every rank, after the tokens at indices `context` of `hidden_states` `[T, 1, D]`."""
     logits_b1V, _ = output_layer(hidden_states[context], weight=output_weight, runtime_gather_output=True)
     logits_bV: Tensor = logits_b1V[:, 0]
     return logits_bV
@@ -273,7 +273,7 @@ def _token_bytes(model: Any) -> int:
 
 
 def _cache_bytes(settings: EngineSettings, device: torch.device) -> int:
-    """Return the configured cache size, or what the weights leave of the engine's share of the GPU."""
+    """Return the configured cache size, or the part of the engine's share of the GPU that weights do not use."""
     if settings.kv_cache_bytes is not None:
         return settings.kv_cache_bytes
     _, total = torch.cuda.mem_get_info(device)
@@ -284,33 +284,33 @@ _LINKS = "ranks"
 
 
 class _HoldsPart:
-    """The methods of `Engine` that every worker implements for its own part of the model."""
+    """Methods of `Engine` that each worker implements for its part of the model."""
 
     _part: ModelPart
 
     async def load_tensors(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """See `Engine.load_tensors`. It loads this rank's part of each tensor."""
+        """Load this rank's part of each tensor (`Engine.load_tensors`)."""
         self._part.load_tensors(tensors)
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         self._part.record_reads()
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         return self._part.take_reads()
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
+        """Free memory until `wake_up` (`Engine.sleep`)."""
         self._part.sleep()
 
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
+        """Allocate memory again (`Engine.wake_up`)."""
         self._part.wake_up()
 
 
 class MegatronEngine(_HoldsPart, ContinuousEngine):
-    """The engine. `engine_kwargs["megatron_cfg"]` has the policy's settings of the model."""
+    """Megatron Core's engine. `engine_kwargs["megatron_cfg"]` is the policy's section."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._links: list[Link] = []
@@ -344,7 +344,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
         self._on_all("cache.clear")
 
     def _on_all(self, method: str, *args: Any, answering: Sequence[bool] = ()) -> list[Any]:
-        """Call a method of each part, or "cache.x", and return the answers of this rank and of ranks in `answering`."""
+        """Call a method of each part, or "cache.x". Return the answers of this rank and of the ranks in `answering`."""
         wanted = answering or [False] * len(self._links)
         answers = call_all(self._links, RankCall(method, args, {}, wants_answer=False), wanted)
         with ending_if_alone(self._links):
@@ -356,7 +356,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
         self._part.start_loading()
 
     def put_in_force(self) -> list[str]:
-        """See `RowsEngine.put_in_force`. It returns hub names of the tensors that this rank was not sent."""
+        """Activate the weights, and return hub names of tensors that were not sent to this rank."""
         return self._part.not_loaded()
 
     @override
@@ -365,7 +365,7 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
 
 
 class MegatronRank(_HoldsPart, ServedRank):
-    """Workers 1, 2 ... of an engine. They execute the calls of worker 0, and load weights themselves."""
+    """Workers 1, 2 ... of an engine. They execute the calls of worker 0 and load weights themselves."""
 
     def __init__(self, settings: EngineSettings) -> None:
         meeting = meet(settings)
@@ -382,7 +382,7 @@ class MegatronRank(_HoldsPart, ServedRank):
         self._part.start_loading()
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`. It returns hub names of the tensors that this rank was not sent."""
+        """Activate the weights, and return hub names of tensors that were not sent to this rank."""
         return self._part.not_loaded()
 
     def weights_not_finite(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Use a model on another server, which gets messages over HTTP and does not show its tokens and weights.
+"""Use a model on another server, which gets messages over HTTP. Its tokens and weights are not accessible.
 
     ChatModel (a GenerationInterface) ─► fields: request as JSON ─► connection: HTTP ─► server
                                       ◄─ answers: text, tool calls, numbers of tokens ◄──┘
 
-The tokenizer of `chats` takes the place of the model's tokenizer, and `check` asks the server before a run starts.
+The tokenizer of `chats` replaces the model's tokenizer. `check` tests the server before a run starts.
 """

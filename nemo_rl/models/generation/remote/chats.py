@@ -1,4 +1,4 @@
-"""Represent conversations with a model that takes no token ids: the prompt as messages, the answer, and a tokenizer.
+"""Represent conversations with a model that does not take token ids: prompts as messages, answers, and a tokenizer.
 
 Rollouts keep messages as token ids, but the model's tokenizer is not available here. With the tokenizer of this module,
 token ids are the bytes of the texts. They can be decoded exactly, but their number is not the number of the model's
@@ -17,7 +17,7 @@ from nemo_rl.data.interfaces import Message, TokenizerType
 
 
 def whole(text: str) -> str:
-    """Replace lone surrogates by "?", because JSON can carry them, but tokenizers and files cannot."""
+    """Replace lone surrogates with "?". JSON can contain them, but tokenizers and files cannot."""
     return text.encode("utf-8", errors="replace").decode()
 
 
@@ -26,7 +26,7 @@ class ChatInput:
     """A conversation to continue."""
 
     messages: Sequence[Message]
-    """Messages in OpenAI's form. The last one is the newest."""
+    """Messages in OpenAI's form, the newest one last."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Function schemas in OpenAI's form."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -34,9 +34,9 @@ class ChatInput:
     may_call: bool = True
     """Whether the answer may call the tools."""
     forced_tool: str | None = None
-    """Name of the tool that the answer has to call. An empty text means any tool. If None, the model decides."""
+    """Name of the tool that the answer must call. "" means any tool. If None, the model decides."""
     calls_once: bool = False
-    """Whether an answer that has to call a tool has one call only."""
+    """Whether an answer that must call a tool may have only one call."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class ChatToolCall:
     """A tool call of an answer."""
 
     id: str
-    """Id that the server has given to the call."""
+    """Id of the call, assigned by the server."""
     name: str
     arguments: str
     """Arguments as JSON text. If the model wrote invalid JSON, its text is kept."""
 
     @property
     def as_text(self) -> str:
-        """The call in the form that most chat templates have (the parser "hermes")."""
+        """Return the call in the form that most chat templates use (the parser "hermes")."""
         try:
             arguments = json.loads(self.arguments)
         except (ValueError, RecursionError):
@@ -62,16 +62,16 @@ class ChatToolCall:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An answer as the server gives it."""
+    """An answer in the form in which the server sends it."""
 
     content: str
-    """Text without reasoning and tool calls. Empty if the answer has nothing else."""
+    """Text without reasoning and tool calls. Empty if the answer contains only these."""
     reasoning: str | None = None
     """Text of the reasoning. None if the server does not separate it."""
     tool_calls: Sequence[ChatToolCall] = ()
     """Calls that the server has parsed."""
     stop_string: str | None = None
-    """Stop string that ended the answer. It is not in the content. None if the server does not name one."""
+    """Stop string that ended the answer, which is not in the content. None if the server does not report it."""
     num_tokens: int | None = None
     """Number of tokens of the answer, including reasoning and calls. None if the server does not count them."""
     num_prompt_tokens: int | None = None
@@ -79,14 +79,14 @@ class ChatAnswer:
 
     @property
     def text(self) -> str:
-        """All that an environment reads: content, stop string, and calls as text."""
+        """Return all that an environment reads: content, stop string, and calls as text."""
         return "\n".join(
             [*filter(None, [self.content + (self.stop_string or "")]), *(c.as_text for c in self.tool_calls)]
         )
 
     @property
     def fields(self) -> Message:
-        """Further fields of the answer's message in a log. They include `num_tokens`, which may be None."""
+        """Return more fields of the answer's message for a log. They include `num_tokens`, which may be None."""
         found: Message = {"num_tokens": self.num_tokens}
         if self.tool_calls:
             found["tool_calls"] = [
@@ -108,7 +108,7 @@ CHAT_TEMPLATE = """\
 {%- endfor %}{{ '\\n' }}{% endfor -%}
 {%- if add_generation_prompt %}{{ '[assistant]\\n' }}{% endif -%}
 """
-"""Template for people who read the prompts in records. Servers get messages."""
+"""Template for people who read prompts in records. Servers get messages instead."""
 
 
 def text_tokenizer() -> TokenizerType:

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 _CHECK_S = 30.0
 _MOST_SHOWN = 20
 _WITHOUT_LIST = frozenset((404, 405, 501))
-"""Statuses of servers that do not list their models."""
+"""Status codes of servers that do not list their models."""
 _NO_MODEL = (
     "model_not_found",
     "model not found",
@@ -22,7 +22,7 @@ _NO_MODEL = (
     "invalid model",
     "does not exist",
 )
-"""Parts of error texts in which servers say that they do not have a model."""
+"""Parts of error texts by which servers report that they do not have a model."""
 
 
 async def check_endpoint(config: ModelEndpointConfig) -> None:
@@ -43,7 +43,7 @@ async def check_endpoint(config: ModelEndpointConfig) -> None:
                 logger.warning("%s; the evaluation starts nevertheless.", error)
                 return
             if error.status in (400, 422) and not _is_about_model(error):
-                return  # it refuses the question, for example its `max_tokens`, and not the model
+                return  # the request was refused, for example its `max_tokens`
             raise ConfigError(_unusable(config, error) if names is None else _missing(config, names, error)) from None
         if names is not None:
             logger.warning("%s does not list %r, but has it.", config.base_url, config.model)
@@ -52,7 +52,7 @@ async def check_endpoint(config: ModelEndpointConfig) -> None:
 
 
 async def _names(config: ModelEndpointConfig, connection: EndpointConnection) -> list[str] | None:
-    """Return the models of an endpoint, or None if it cannot say."""
+    """Return the models of an endpoint, or None if it does not list them."""
     try:
         listed = await connection.ask("GET", "models")
     except EndpointError as error:
@@ -76,7 +76,7 @@ async def _names(config: ModelEndpointConfig, connection: EndpointConnection) ->
 
 
 def _listed(listed: Any) -> list[str] | None:
-    """Return the names of a list in OpenAI's form, or None if it has another form."""
+    """Return the names in a list in OpenAI's form. Return None for other forms."""
     try:
         return [str(each["id"]) for each in listed["data"]]
     except (TypeError, LookupError):
@@ -88,7 +88,7 @@ def _shortest(config: ModelEndpointConfig) -> dict[str, Any]:
 
 
 def _is_about_model(error: EndpointError) -> bool:
-    """Return whether the server's error text says that it does not have the model."""
+    """Return whether the server's error text says that the model does not exist."""
     text = str(error).lower()
     return any(words in text for words in _NO_MODEL)
 

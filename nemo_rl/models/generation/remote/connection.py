@@ -26,11 +26,11 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class EndpointError(Exception):
-    """Error of a request that got no usable answer.
+    """Error of a request without a usable answer.
 
     Args:
         may_pass: Whether the same request may succeed later.
-        wait_s: Seconds that the endpoint asks to wait.
+        wait_s: Seconds to wait, as requested by the endpoint.
         status: Status code of the response. None if there was no response, or if it was 200.
     """
 
@@ -46,19 +46,19 @@ class EndpointConnection:
     """Connections to an endpoint, for one event loop."""
 
     name: str
-    """Name of the endpoint for errors: "the judge"."""
+    """Name of the endpoint in errors, such as "the judge"."""
     base_url: str
-    """Address of the endpoint, up to the version."""
+    """Base address of the endpoint, including the version."""
     key: str | None
     """Key that is sent with each request. If None, no key is sent."""
     timeout_s: float
-    """Time limit of one request in seconds."""
+    """Time limit of a request in seconds."""
     timeout_key: str
     """Configuration key that sets `timeout_s`."""
     max_connections: int
-    """Largest number of connections at the same time."""
+    """Largest number of concurrent connections."""
     largest_bytes: int
-    """Number of bytes after which a response is refused."""
+    """Largest number of bytes of a response. A longer response is refused."""
     _client: httpx.AsyncClient = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class EndpointConnection:
         await self._client.aclose()
 
     def safe(self, text: str) -> str:
-        """Return a text without the key, which an endpoint may repeat."""
+        """Return a text without the key, which an endpoint may repeat in its answers."""
         return text.replace(self.key, "***") if self.key else text
 
     async def _ask(self, method: str, url: str, body: Mapping[str, Any] | None) -> Any:
@@ -103,7 +103,7 @@ class EndpointConnection:
             content = await read_at_most(response, self.largest_bytes)
         if content is None:
             raise EndpointError(f"{self.name} at {url} sent more than {self.largest_bytes} bytes")
-        # The key is removed first, because a cut text could contain a part of the key that is not recognised.
+        # # The key is removed first, because a cut text could end with an unrecognised part of the key.
         shown = printable(self.safe(content[: 2**16].decode(errors="replace")))[:_SHOWN_CHARS]
         status = response.status_code
         if status != httpx.codes.OK:
@@ -121,12 +121,12 @@ class EndpointConnection:
 
 
 def printable(text: str) -> str:
-    """Return a text in which characters that a terminal cannot show are escaped, such as those of binary data."""
+    """Return a text in which characters that a terminal cannot show, such as those of binary data, are escaped."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def seconds_of(retry_after: str | None) -> float:
-    """Return the seconds of a header Retry-After (a number or a date), at most an hour, or 0 if it cannot be read."""
+    """Return the seconds of a Retry-After header (a number or a date), at most an hour. Return 0 if it is invalid."""
     if not retry_after:
         return 0.0
     try:
@@ -136,7 +136,7 @@ def seconds_of(retry_after: str | None) -> float:
             seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
         except ValueError:
             return 0.0
-    return min(max(seconds, 0.0), _LONGEST_WAIT_S) if seconds == seconds else 0.0  # a number that is none
+    return min(max(seconds, 0.0), _LONGEST_WAIT_S) if seconds == seconds else 0.0  # NaN
 
 
 def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float) -> float:
@@ -145,19 +145,19 @@ def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float)
     Args:
         attempt: Number of repetitions so far.
         first_s: Seconds before the first repetition.
-        longest_s: Largest number of seconds, unless the endpoint asks for more.
-        error_wait_s: `EndpointError.wait_s`, which is waited for if it is longer.
+        longest_s: Largest number of seconds, unless the endpoint requests more.
+        error_wait_s: `EndpointError.wait_s`, which is used if it is longer.
     """
     doubled = min(first_s * 2.0 ** min(attempt, 64), longest_s)
     return max(doubled * random.uniform(0.5, 1.0), error_wait_s)
 
 
 def key_of(variable: str | None, key: str, user: str) -> str | None:
-    """Return the key of an endpoint from an environment variable, or None if no variable is configured.
+    """Return the key of an endpoint from an environment variable. Return None if no variable is configured.
 
     Args:
-        key: Configuration key that holds the name.
-        user: Who reads the variable, such as "the environment", for the error.
+        key: Configuration key that contains the name.
+        user: Name of the part that reads the variable, such as "the environment", for the error.
 
     Raises:
         ConfigError: The variable is not set.

@@ -1,15 +1,15 @@
-"""Ask the model of an endpoint for answers: requests and their JSON, attempts with growing pauses.
+"""Ask the model of an endpoint for answers, and repeat failed requests with growing pauses.
 
     generate() ─► slot ─► request ─► answer
                    ▲  pause, twice as long each time │ overloaded, unreachable, too slow, no completion
                    └─────────────────────────────────┘ at most max_attempts
 
-Invariants: a request gets an answer of the model or a `NoAnswerError`, and never an empty text in place of an answer.
-An endpoint that refuses every request ends the run.
+Invariants: a request gets an answer of the model or a `NoAnswerError`, but never an empty text instead of an answer. An
+endpoint that refuses every request ends the run.
 
-Requests have only the fields that every server knows, and further fields that the configuration asks for. Invariants of
-reading a chat completion: an answer is exactly what the server sent. An answer that the server has withheld counts as
-no answer. Texts contain no lone surrogates.
+Requests contain only the fields that every server accepts and those in the configuration. Invariants of reading a chat
+completion: an answer is exactly what the server sent. An answer that the server withheld is not an answer. Texts
+contain no lone surrogates.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ from nemo_rl.models.generation.remote.connection import EndpointConnection, Endp
 from nemo_rl.utils.errors import EndpointUnusableError, NoAnswerError
 
 _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
-"""Fields of messages that servers know."""
+"""Fields of messages that all servers accept."""
 
 
 def chat_body(config: ModelEndpointConfig, request: GenerationRequest) -> dict[str, Any]:
     """Return the fields of a request. Fields that `extra_body` sets to null are left out.
 
     Args:
-        request: The request, which must have `chat`.
+        request: The request, whose `chat` must be set.
 
     Raises:
         DataError: A message has content that is not text.
@@ -80,7 +80,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def _form(grammar: Grammar | None) -> dict[str, Any]:
-    """Return the field for the form of an answer: OpenAI's field for JSON, and vLLM's field for all other forms."""
+    """Return the field for the required form: OpenAI's field for JSON, and vLLM's field for other forms."""
     if grammar is None:
         return {}
     kind, definition = grammar
@@ -91,7 +91,7 @@ def _form(grammar: Grammar | None) -> dict[str, Any]:
 
 
 def _around(chat: ChatInput) -> dict[str, Any]:
-    """Return the fields of a conversation other than its messages."""
+    """Return the fields of a conversation besides its messages."""
     fields: dict[str, Any] = {}
     if chat.tools:
         fields["tools"] = [dict(tool) for tool in chat.tools]
@@ -110,8 +110,8 @@ def _around(chat: ChatInput) -> dict[str, Any]:
 def wire_messages(messages: Sequence[Message]) -> Iterator[Message]:
     """Yield messages in the form that servers expect.
 
-    Roles that servers do not know become "user". Arguments of tool calls become JSON text. A tool call without an id
-    gets one, and answers of tools without an id get the ids of the calls before them, in order.
+    Roles that servers do not accept become "user". Arguments of tool calls become JSON text. A tool call without an id
+    gets an id. Tool answers without an id get the ids of the preceding calls, in order.
 
     Raises:
         DataError: The content of a message is not text.
@@ -161,14 +161,14 @@ class UnreadableError(ValueError):
 
 
 class WithheldError(ValueError):
-    """Error of an answer that the server has withheld."""
+    """Error of an answer that the server withheld."""
 
 
 def read_completion(completion: Any) -> tuple[ChatAnswer, FinishReason]:
-    """Return the answer of a completion, and the reason of its end.
+    """Return the answer of a completion and its finish reason.
 
     Raises:
-        UnreadableError: It is not a chat completion. The message says what is wrong.
+        UnreadableError: The object is not a chat completion. The message says what is wrong.
         WithheldError: The server has withheld the answer.
     """
     if not isinstance(completion, Mapping):
@@ -219,12 +219,12 @@ def _arguments(given: Any) -> str:
         decoded = json.dumps(json.loads(text), ensure_ascii=False)
     except (ValueError, RecursionError):
         return whole(text)
-    # Escapes can also stand for lone surrogates, which would appear when the text is decoded.
+    # # Escapes can stand for lone surrogates too, which would appear when the text is decoded.
     return whole(text) if whole(decoded) == decoded else whole(decoded)
 
 
 def _stop_string(choice: Mapping[str, Any]) -> str | None:
-    """Return the stop string that vLLM or SGLang names. A number is a token id and not returned."""
+    """Return the stop string that vLLM or SGLang reports. A number is a token id and is ignored."""
     found = choice.get("stop_reason", choice.get("matched_stop"))
     return whole(found) if isinstance(found, str) and found else None
 
@@ -244,9 +244,9 @@ SECTION = "generation.endpoint"
 _LARGEST_BYTES = 64 << 20
 _SHOWN_CHARS = 300
 _OF_THE_RUN = frozenset((401, 402, 404, 405))
-"""Status codes that every request of the run would get: a wrong key, no money, no such model or path."""
+"""Status codes that every request of the run would get, such as for a wrong key, model or path, or a lack of money."""
 _BOUNDS = ("max_tokens", "max_completion_tokens")
-"""Fields that limit the number of tokens of an answer."""
+"""Fields that limit the number of an answer's tokens."""
 _FULL = (
     "context length",
     "context_length",
@@ -255,7 +255,7 @@ _FULL = (
     "too many tokens",
     "prompt is too long",
 )
-"""Parts of error texts in which servers say that a conversation does not fit into the model's context."""
+"""Parts of error texts by which servers report that a conversation exceeds the model's context."""
 
 
 @dataclass
@@ -265,13 +265,13 @@ class RequestCounts:
     requests: int = 0
     """Number of requests that were sent."""
     repeated: int = 0
-    """Number of these requests that were sent again after a failure."""
+    """Number of requests that were repeated after a failure."""
     answers: int = 0
     """Number of answers that arrived."""
     without_answer: int = 0
-    """Number of conversations that got no answer, although they fit into the context."""
+    """Number of conversations without an answer, although they fit into the context."""
     refused: int = 0
-    """Number of these conversations whose request was refused, and would be refused again."""
+    """Number of these conversations whose request was refused and would be refused again."""
     last_error: str = ""
     """Error of the last conversation without an answer."""
 
@@ -280,7 +280,7 @@ class ChatModel(GenerationInterface):
     """The model of an OpenAI-compatible endpoint, for one event loop.
 
     Args:
-        tokenizer: Encodes answers for the message log.
+        tokenizer: Tokenizer that encodes answers for the message log.
 
     Raises:
         ConfigError: The environment variable of the key is not set.
@@ -299,7 +299,7 @@ class ChatModel(GenerationInterface):
         self._open = 0
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See `GenerationInterface.generate`.
+        """Return the answer to a request (`GenerationInterface.generate`).
 
         Raises:
             NoAnswerError: There is no answer to this request after all attempts.
@@ -337,11 +337,11 @@ class ChatModel(GenerationInterface):
         )
 
     async def _answer(self, body: Mapping[str, Any]) -> tuple[ChatAnswer, FinishReason]:
-        """Return an answer, possibly after a second request without a token limit.
+        """Return an answer. If necessary, send a second request without a token limit.
 
-        A server that refuses a prompt together with `max_tokens` may have space for a shorter answer, which ends at the
-        limit of the context, as answers of our own engines do. So the request is sent again without `max_tokens`, or
-        without the field that replaces it for reasoning models.
+        A server may refuse a prompt together with `max_tokens`, although a shorter answer would fit. The request is
+        then sent again without `max_tokens` (or the field that replaces it for reasoning models), and the answer ends
+        at the limit of the context, as with the library's own engines.
         """
         unbounded = {name: value for name, value in body.items() if name not in _BOUNDS}
         try:
@@ -406,7 +406,7 @@ def connection_to(config: ModelEndpointConfig, timeout_s: float | None = None) -
 
 
 def _refusal(error: EndpointError) -> NoAnswerError | EndpointUnusableError:
-    """Return the error of a refused request. It ends either the run or only the request's sample."""
+    """Return the error of a refused request, which ends either the run or only the request's sample."""
     if error.status in _OF_THE_RUN:
         return EndpointUnusableError(
             f"{error}\nCheck {SECTION}.model, base_url and api_key_env. With eval.save_path the same command continues."

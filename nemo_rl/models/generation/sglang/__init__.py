@@ -1,4 +1,4 @@
-"""Sample with SGLang servers over their HTTP interface. The package sglang is only needed to start servers.
+"""Sample with SGLang servers over HTTP. The package sglang is only needed to start servers.
 
 Source of the interface: docs.sglang.io, pages "Sampling Parameters" and "SGLang for RL Systems".
 """

@@ -1,4 +1,4 @@
-"""Adapt SGLang servers to the `Engine` protocol: their JSON, and new weights through files.
+"""Adapt SGLang servers to the `Engine` protocol: convert their JSON, and send new weights as files.
 
     generate() ─► slot ─► /generate ─► answer
                     ▲                    │ "abort" by an update (pause_generation_mode: abort)
@@ -6,8 +6,8 @@
     begin_weight_update() ─► /pause_generation    load_tensors() ─► files
     finish_weight_update() ─► /update_weights_from_disk ─► /get_weight_version ─► /continue_generation
 
-Invariant: each token has the version of the weights that drew it. Either the server reports it (`weight_versions` of
-newer releases), or no request of the server continues across an update.
+Invariant: each token has the version of the weights that drew it. Either the server reports this version
+(`weight_versions` of newer releases), or no request continues during an update.
 
 This module relies on the following facts about SGLang. Log-probabilities are those after the temperature and before
 top-k and top-p. `ignore_eos` also ignores the stop tokens of the request. A seed is used only with deterministic
@@ -57,11 +57,11 @@ class ServerAnswer(NamedTuple):
     """An answer of the server."""
 
     result: GenerationResult
-    """Tokens of the answer, with the spans that the server reports. If it reports none, one span of version -1."""
+    """Tokens of the answer with the server's spans. If it reports none, there is one span of version -1."""
     reports_versions: bool
     """Whether the server reports spans."""
     message: str
-    """The server's text about the end of the answer."""
+    """The server's text about the reason of the end."""
 
 
 def generate_body(request_id: str, request: GenerationRequest, room: int) -> dict[str, Any]:
@@ -121,17 +121,17 @@ def read_answer(answer: Any) -> ServerAnswer:
 
 
 def version_of(label: Any) -> int:
-    """Return the number of a version label. The label "default" means that no weights were sent yet: version 0."""
+    """Return the version of a label. The label "default" is version 0: no weights were sent yet."""
     text = str(label)
     return int(text) if text.isdigit() else 0
 
 
 class WeightFolder:
-    """Folder with the tensors of one update as files.
+    """Folder that stores the tensors of one update as files.
 
     Args:
         model_name: Local folder or hub id of the model. Its configuration files are copied into the folder.
-        parent: Folder in which this folder is made. If None, the system's folder for temporary files.
+        parent: Parent folder. If None, the system's folder for temporary files.
     """
 
     def __init__(self, model_name: str, parent: str | None) -> None:
@@ -154,7 +154,7 @@ class WeightFolder:
         self._received, self._num_files = set(), 0
 
     def take(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Write tensors."""
+        """Write some tensors to a file."""
         if not tensors:
             return
         self._num_files += 1
@@ -165,7 +165,7 @@ class WeightFolder:
 
     @property
     def missing(self) -> list[str]:
-        """Names in checkpoints of the model's parameters that were not received."""
+        """Return the checkpoint names of parameters that were not received."""
         return sorted(self._expected - self._received)
 
     def remove(self) -> None:
@@ -177,7 +177,7 @@ _MODE = "policy.generation.sglang_cfg.sglang_server_config.pause_generation_mode
 
 
 class SglangEngine:
-    """A client of one SGLang server that it has started, or of servers that are already running."""
+    """Client of one SGLang server that it has started, or of servers that are already running."""
 
     def __init__(self, settings: EngineSettings) -> None:
         config: SglangConfig = settings.engine_kwargs["sglang_cfg"]
@@ -203,7 +203,7 @@ class SglangEngine:
         self._aborted: set[str] = set()
 
     def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:
-        """See `Engine.generate`."""
+        """Accept a request, and return an awaitable response (`Engine.generate`)."""
         self._open[request_id] = asyncio.ensure_future(self._answered(request_id, request))
         return self._open[request_id]
 
@@ -223,7 +223,7 @@ class SglangEngine:
             del self._open[request_id]
 
     async def _rest(self, request_id: str, request: GenerationRequest, part: ResponseSoFar) -> GenerationResult:
-        """Ask for the rest of a response, and return it joined with the part so far."""
+        """Request the rest of a response, and return it joined with the part so far."""
         most = min(request.sampling.max_new_tokens, self._max_model_len - len(request.prompt_token_ids))
         if request_id in self._aborted or len(part) >= most:
             reason: FinishReason = "length" if len(part) >= most else "abort"
@@ -267,16 +267,16 @@ class SglangEngine:
         if not all(0 <= token < self._vocab_size for token in ids):
             raise GenerationError(f"A prompt holds token ids outside 0..{self._vocab_size - 1}.")
         if request.sampling.bad_words:
-            raise GenerationError("SGLang has no bad words (policy.generation.bad_words).")
+            raise GenerationError("SGLang does not support bad words (policy.generation.bad_words).")
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`."""
+        """End requests with their tokens so far (`Engine.abort`)."""
         self._aborted |= set(request_ids) & self._open.keys()
         for request_id in set(request_ids) & self._at_server:
             await self._server.tell("abort_request", {"rid": request_id, "abort_all": False})
 
     async def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
+        """Prepare for new weights (`Engine.begin_weight_update`)."""
         self._may_ask.clear()
         self._num_updates += 1
         self._weights.clear()
@@ -285,11 +285,11 @@ class SglangEngine:
             await asyncio.sleep(0.005)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`."""
+        """Load some of the new tensors (`Engine.load_tensors`)."""
         self._weights.take(tensors)
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`.
+        """Activate the new weights (`Engine.finish_weight_update`).
 
         Raises:
             WeightSyncError: A server reports another version after the update.
@@ -312,17 +312,17 @@ class SglangEngine:
         return missing
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Return nothing: the interface has no outputs of layers."""
+        """Return nothing, because the interface does not provide outputs of layers."""
         return []
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`. Only a server that shares its GPUs with the policy frees its memory."""
+        """Free memory until `wake_up`, if the server shares its GPUs with the policy."""
         if self._sleeps and not self._is_asleep:
             await self._server.tell("release_memory_occupation", {})
             self._is_asleep = True
 
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
+        """Allocate memory again (`Engine.wake_up`)."""
         if self._is_asleep:
             await self._server.tell("resume_memory_occupation", {})
             self._is_asleep = False

@@ -33,11 +33,11 @@ _LARGEST_BYTES = 256 << 20
 _DEATH_OF_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Environment variable that makes SGLang report log-probabilities without the temperature."""
+"""Environment variable that makes SGLang report log-probabilities before the temperature is applied."""
 
 
 class SglangServer:
-    """One server, or several servers of a router, for one event loop.
+    """One server, or the servers of a router, for one event loop.
 
     Args:
         settings: Settings of the engine. `engine_kwargs["sglang_cfg"]` has the section `sglang_cfg`.
@@ -127,7 +127,7 @@ class SglangServer:
             raise WorkerDiedError(f"{error}.{ended}") from error
 
     def end(self) -> None:
-        """End the server, if it was started here."""
+        """End the server if it was started here."""
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,7 +147,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def server_arguments(settings: EngineSettings, config: SglangConfig, port: int) -> list[str]:
-    """Return the command line of a server, where keys of `sglang_cfg` win over the library's own values."""
+    """Return the command line of a server. Keys of `sglang_cfg` override the library's values."""
     server = config.sglang_server_config
     sleeps = settings.can_sleep and server.needs_offload
     values: dict[str, Any] = {
@@ -172,7 +172,7 @@ def server_arguments(settings: EngineSettings, config: SglangConfig, port: int) 
 
 
 _FIXED = {"enable_deterministic_inference": True}
-"""Arguments that cannot be changed. Without deterministic inference, SGLang ignores the seeds of requests."""
+"""Arguments that cannot be changed. Without deterministic inference, SGLang would ignore the seeds of requests."""
 
 
 def _option(name: str, value: Any) -> Iterator[str]:
@@ -186,7 +186,7 @@ def _option(name: str, value: Any) -> Iterator[str]:
 
 
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """See `registry.EngineKind.check`.
+    """Check that the engine can serve the model (`registry.EngineKind.check`).
 
     Raises:
         ConfigError: SGLang is not installed, and no running server is configured.

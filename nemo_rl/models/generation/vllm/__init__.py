@@ -1,4 +1,4 @@
-"""Run vLLM as an engine. All imports of vllm are in this folder, and the public names in `generation.batches`."""
+"""Run vLLM as an engine. Only this folder imports vllm. The public names are in `generation.batches`."""
 
 from nemo_rl.compat.public_names import public_names
 

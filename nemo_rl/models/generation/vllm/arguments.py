@@ -1,11 +1,11 @@
-"""Translate the library's settings of an engine and of a request into vLLM's.
+"""Translate the library's settings of engines and requests into those of vLLM.
 
 Invariant: `vllm_kwargs` of the configuration override every value here.
 
 Float8 weights are described to vLLM in the form that a checkpoint uses, `quantization_config`. Sources:
 `vllm.model_executor.layers.quantization.fp8.Fp8Config` (`weight_block_size`, names `weight_scale_inv`) and
 `modelopt.ModelOptMxFp8Config` (names `weight_scale`, uint8). vLLM quantizes all linear layers except those that are
-listed, so the list must have every linear layer whose weights are sent unquantized. Invariant: the list and the sent
+listed, so the list must contain every linear layer whose weights are sent unquantized. Invariant: the list and the sent
 weights are both determined by `WeightQuantization.takes`.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _MX_CAPABILITY = (10, 0)
 """First compute capability whose tensor cores support MXFP8 (Blackwell)."""
 _EXPERT = "{}.0.gate_proj.weight"
-"""Name of a weight of one expert in hub checkpoints. It begins with the name of the module of all experts."""
+"""Pattern of an expert's weight name in hub checkpoints. The name begins with that of the module of all experts."""
 
 
 def quantization_config(quantization: WeightQuantization, unquantized: Iterable[str]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def quantization_config(quantization: WeightQuantization, unquantized: Iterable[
 
 
 def warn_of_weights_only(quantization: WeightQuantization, capability: tuple[int, int]) -> None:
-    """Warn if MXFP8 is used on a GPU without kernels for it. vLLM then rounds weights, but not activations."""
+    """Warn if MXFP8 is used on a GPU without kernels for it. vLLM then rounds weights but not activations."""
     if quantization.block_format.scales == "e8m0" and capability < _MX_CAPABILITY:
         logger.warning(
             "policy.generation.vllm_cfg.is_mx=true: GPUs of compute capability %d.%d multiply no MXFP8 matrices. vLLM "
@@ -71,7 +71,7 @@ def warn_of_weights_only(quantization: WeightQuantization, capability: tuple[int
 def unquantized_layers(model: PretrainedConfig, quantization: WeightQuantization) -> list[str]:
     """Return the names of linear layers and of lists of experts whose weights arrive unquantized.
 
-    The Hugging Face model is built without memory to find them.
+    They are found in the Hugging Face model, built without memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -91,12 +91,12 @@ def unquantized_layers(model: PretrainedConfig, quantization: WeightQuantization
 _CPU_BATCHED_TOKENS = 4096
 _GRAPH_REQUESTS = 512
 _MAX_GRAPH_REQUESTS = 1024
-"""Number of running requests that vLLM uses in offline generation on large GPUs."""
+"""Number of requests that vLLM runs concurrently in offline generation on large GPUs."""
 _DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None) -> EngineArgs:
-    """Translate the library's settings into vLLM's.
+    """Translate the library's settings of an engine into those of vLLM.
 
     Args:
         draft_folder: Folder with the description of the draft model that is trained with the policy; see `drafting`.
@@ -118,7 +118,7 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
         "disable_log_stats": True,
     }
     if reads_more_than_text(load_model_config(settings.model_name, settings.hf_overrides)):
-        values["language_model_only"] = True  # towers for images would stay empty: nothing is sent to them
+        values["language_model_only"] = True  # no weights are sent to towers for images
     if settings.num_workers > 1:
         values["distributed_executor_backend"] = RanksExecutor
         values["tensor_parallel_size"] = settings.tensor_parallel_size
@@ -130,10 +130,10 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
     if settings.reports_experts:
         values |= _reports(settings)
     if settings.device == "cpu":
-        # If a prompt were split over two steps, vLLM would reset its request's random generator to an earlier state,
-        # which CPU generators do not support.
+        # # If a prompt were split over two steps, vLLM would reset the request's random generator to an earlier state.
+        # CPU generators do not support this.
         values["enable_chunked_prefill"] = False
-        # With space for the proposals of all requests, those of one request do not depend on other requests.
+        # # With space for the proposals of all requests, the proposals of a request do not depend on other requests.
         proposals = CPU_SEQUENCES * (speculation.num_tokens + 1) if speculation else 0
         values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len, proposals)
         values["max_num_seqs"] = CPU_SEQUENCES
@@ -153,7 +153,7 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
 
 
 def _draft_has_files(settings: EngineSettings) -> bool:
-    """Return whether a draft model reads its weights from files, which one trained with the policy does not."""
+    """Return whether a draft model reads its weights from files. One that is trained with the policy does not."""
     speculation = speculation_of(settings.engine_kwargs)
     is_trained = settings.draft is not None or settings.trains_mtp
     return speculation is not None and speculation.loads_weights and not is_trained
@@ -162,15 +162,15 @@ def _draft_has_files(settings: EngineSettings) -> bool:
 def _reports(settings: EngineSettings) -> dict[str, bool]:
     """Return the arguments with which the experts of tokens can be reported.
 
-    vLLM returns them on GPUs only. On CPUs `experts` reads them between steps, while requests are still in the cache.
+    vLLM returns them only on GPUs. On CPUs, `experts` reads them between steps, while requests are still in the cache.
     """
     return {"async_scheduling": False} if settings.device == "cpu" else {"enable_return_routed_experts": True}
 
 
 def _graphs(settings: EngineSettings) -> dict[str, int]:
-    """Return the argument that makes vLLM capture CUDA graphs for as many requests as an engine runs in a step.
+    """Return the argument with which vLLM captures CUDA graphs for all requests of an engine's step.
 
-    vLLM's limit is 512 except on Blackwell GPUs. Larger steps would launch every kernel separately.
+    vLLM's own limit is 512 except on Blackwell GPUs, and larger steps would launch every kernel separately.
     """
     wanted = min(settings.samples, _MAX_GRAPH_REQUESTS)
     eager = settings.device == "cpu" or settings.enforce_eager
@@ -182,7 +182,7 @@ def _graphs(settings: EngineSettings) -> dict[str, int]:
 def _hf_overrides(settings: EngineSettings) -> Any:
     """Merge changes to the model's configuration: the library's, then the policy's, then changes in `vllm_kwargs`."""
     own = settings.engine_kwargs.get("hf_overrides") or {}
-    if not isinstance(own, Mapping):  # it may be a function of the configuration
+    if not isinstance(own, Mapping):  # it may be a function
         return own
     model = load_model_config(settings.model_name, settings.hf_overrides)
     ours = _routing(model) | _head(settings, model, own)
@@ -212,11 +212,11 @@ def _head(settings: EngineSettings, model: PretrainedConfig, own: Mapping[str, A
     """Request float32 logits on GPUs, as in the trainer. vLLM would otherwise round them to the weights' dtype.
 
     Bfloat16 logits between 16 and 32 have steps of 0.125. The product uses the same kernel with another output dtype.
-    On CPUs nothing is requested, because vLLM would copy the head to float32 in every step. Quantized heads do not
+    Nothing is requested on CPUs, because vLLM would copy the head to float32 in every step. Quantized heads do not
     support float32.
     """
     of_model = own.get("quantization_config", getattr(model, "quantization_config", None))
-    of_model = None if settings.quantization is not None else of_model  # `_float8` replaces it and leaves the head out
+    of_model = None if settings.quantization is not None else of_model  # `_float8` replaces this and excludes the head
     quantized = settings.engine_kwargs.get("quantization") or of_model
     if settings.device == "cpu" or settings.precision == "float32" or quantized:
         return {}
@@ -224,7 +224,7 @@ def _head(settings: EngineSettings, model: PretrainedConfig, own: Mapping[str, A
 
 
 def _routing(model: PretrainedConfig) -> dict[str, str]:
-    """Make vLLM's router of DeepSeek-V3 use sigmoids with a bias, as transformers always does.
+    """Configure vLLM's router of DeepSeek-V3 with sigmoids and a bias, as transformers always does.
 
     The published `config.json` has these settings, but a `config.json` written by transformers lacks them. Without
     them, vLLM would refuse the bias and use the softmax.
@@ -239,7 +239,7 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | N
 
     Args:
         room: Number of tokens left in the context.
-        eos: The tokenizer's end-of-text token. A complete response with a grammar may always end with it.
+        eos: The tokenizer's end-of-text token. A complete response with a grammar may end with it.
 
     Raises:
         ValueError: The grammar is not valid.
@@ -263,5 +263,5 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | N
         ignore_eos=True,
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # used by this request only; vLLM's deep copy takes as long as the rest of adding it
+        skip_clone=True,  # not shared, and vLLM's deep copy is slow
     )

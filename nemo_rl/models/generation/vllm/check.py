@@ -1,13 +1,13 @@
-"""Check that vLLM can serve a model before an engine is built: its division over ranks, and float8.
+"""Check before an engine is built that vLLM can divide a model over ranks and use float8 for it.
 
-The division is checked by the arithmetic of vLLM's layers. Sources:
+The division is checked with the arithmetic of vLLM's layers. Sources:
 `vllm.config.model.ModelConfig.verify_with_parallel_config` (heads, layers), `QKVParallelLinear` of
 `vllm.model_executor.layers.linear` (key-value heads are divided, or copied), `vllm.distributed.utils.divide` (all other
 sizes). Vocabularies are padded, so every size works.
 
 For float8 weights, matrices that vLLM joins (query, key and value; gate and up) or divides over ranks must end at the
-border of a block. Source: `validate_fp8_block_shape` of `vllm.model_executor.layers.quantization.utils.fp8_utils`. For
-a float8 key-value cache, `CPU_ATTN` and `CPU_MLA` of `vllm.v1.attention.backends` say what CPUs support.
+boundary of a block. Source: `validate_fp8_block_shape` of `vllm.model_executor.layers.quantization.utils.fp8_utils`.
+For a float8 key-value cache, `CPU_ATTN` and `CPU_MLA` of `vllm.v1.attention.backends` say what CPUs support.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ from nemo_rl.models.quantization import weight_quantization
 from nemo_rl.utils.errors import ConfigError
 
 _CPU_CACHE_HEADS = 32
-"""Head sizes of a float8 cache on CPUs are multiples of this."""
+"""On CPUs, head sizes of a float8 cache must be multiples of this number."""
 _CACHE_KEY = "policy.generation.vllm_cfg.kv_cache_dtype"
 
 
@@ -37,7 +37,7 @@ def check_float8(policy: PolicyConfig, cluster: ClusterConfig, model: Any) -> No
         model: Hugging Face configuration of the text model.
 
     Raises:
-        ConfigError: vLLM would refuse the model, or compute it wrongly.
+        ConfigError: vLLM would refuse the model or compute wrong results.
     """
     generation = policy.sampling
     problems = [] if cluster.uses_gpu else list(_cache_on_cpu(generation, model))
@@ -83,7 +83,7 @@ def _shapes(model: Any, generation: GenerationConfig, rows: int, columns: int) -
         return
     width = getattr(model, "intermediate_size", None)
     heads = getattr(model, "num_attention_heads", None)
-    cuts_columns = tensor > 1 or rows == 1  # blocks along a row are always whole
+    cuts_columns = tensor > 1 or rows == 1  # blocks along a row are never cut
     sizes = {"intermediate_size": (width, rows), "columns of intermediate_size": (cuts_columns and width, columns)}
     if heads and not getattr(model, "kv_lora_rank", None):
         per_head, kv_heads = head_size(model), getattr(model, "num_key_value_heads", None) or heads
@@ -105,18 +105,18 @@ def _shapes(model: Any, generation: GenerationConfig, rows: int, columns: int) -
 
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""`vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes`."""
+"""Head sizes of `vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes`."""
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse a model that vLLM computes wrongly or cannot divide (see `registry.EngineKind.check`).
+    """Refuse a model that vLLM computes wrongly or cannot divide (`registry.EngineKind.check`).
 
     Raises:
         ConfigError: The model cannot be divided over the ranks of an engine, its context is shorter than the engine's,
-            or float8 or speculative decoding is not possible as configured. On a CPU, also if vLLM does not support its
-            head size there, a package for its images is missing, or it has latent attention (such as DeepSeek-V3's)
-            with plain rotary embeddings.
+            or float8 or speculative decoding is not possible as configured. On a CPU, it is also raised if vLLM does
+            not support the head size, a package for images is missing, or latent attention (such as DeepSeek-V3's) has
+            plain rotary embeddings.
     """
     whole = load_model_config(policy.model_name, policy.hf_config_overrides)
     model = whole.get_text_config()
@@ -148,7 +148,7 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
 
 def _check_context(model: Any, asked: int) -> None:
-    """Refuse a context that is longer than the model's, as vLLM does."""
+    """Refuse a context that is longer than that of the model, as vLLM does."""
     most = longest_context(model)
     if most is not None and asked > most and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
         raise ConfigError(
@@ -165,7 +165,7 @@ def check_engine_shape(model: Any, generation: GenerationConfig) -> None:
         model: Hugging Face configuration of the text model.
 
     Raises:
-        ConfigError: A size does not divide the model. The message has the arithmetic and the sizes that do.
+        ConfigError: A size does not divide the model. The message contains the arithmetic and the sizes that do.
     """
     engine = generation.engine
     tensor, stages, experts = (
@@ -200,7 +200,7 @@ def check_engine_shape(model: Any, generation: GenerationConfig) -> None:
 
 
 def _remainders(model: Any, ranks: int, *, whole_experts: bool) -> Iterator[str]:
-    """Yield the sizes that tensor parallelism over this number of ranks cannot divide."""
+    """Yield the sizes that this number of tensor-parallel ranks does not divide."""
     of_experts = "moe_intermediate_size"
     if _first(model, of_experts) is None and _first(model, *_NUM_EXPERTS):
         of_experts = "intermediate_size"
@@ -221,7 +221,7 @@ def _first(model: Any, *names: str) -> int | None:
 
 
 def _check_router_replay(policy: PolicyConfig) -> None:
-    """Refuse the settings with which vLLM on GPUs reports no experts (`vllm.config.VllmConfig`)."""
+    """Refuse settings with which vLLM does not report experts on GPUs (`vllm.config.VllmConfig`)."""
     arguments = vllm_arguments(policy)
     speculation = arguments.get("speculative_config") or {}
     stages = arguments.get("pipeline_parallel_size", policy.sampling.engine.pipeline_parallel_size)

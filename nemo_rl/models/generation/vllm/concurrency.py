@@ -19,24 +19,24 @@ from typing import Any
 from nemo_rl.models.generation.engine_load import EngineLoad
 
 _FULL = 0.9
-"""Usage of the cache up to which the limit rises in one step. Beyond it, the limit rises by one."""
+"""Usage of the cache up to which the limit may rise by more than one."""
 _TOLERATED = 0.25
-"""Tolerated number of preemptions for each running request."""
+"""Tolerated number of preemptions per running request."""
 
 
 @dataclass
 class ConcurrencyLimit:
-    """Limit of the number of requests that run at the same time."""
+    """Limit of the number of concurrent requests."""
 
     most: int
     """Largest limit."""
     limit: int = field(init=False)
     _num_ended: int = field(default=0, init=False)
-    """Number of requests that ended since the limit last changed, in steps with as many requests as allowed."""
+    """Number of requests since the last change that ended in steps with as many requests as allowed."""
     _num_preemptions: int = field(default=0, init=False)
-    """Number of preemptions since the limit last changed."""
+    """Number of preemptions since the last change of the limit."""
     _peak: float = field(default=0.0, init=False)
-    """Largest usage of the cache since the limit last changed."""
+    """Largest usage of the cache since the last change of the limit."""
 
     def __post_init__(self) -> None:
         self.limit = self.most
@@ -73,7 +73,7 @@ class ConcurrencyLimit:
 
 
 class CacheWatch:
-    """Counts preemptions in the steps of an engine, and limits its running requests."""
+    """Count preemptions in the steps of an engine, and limit its running requests."""
 
     def __init__(self, scheduler: Any):
         self.limit = ConcurrencyLimit(scheduler.max_num_active_reqs)
@@ -89,7 +89,7 @@ class CacheWatch:
         self._preempt(*arguments, **options)
 
     def begin_step(self) -> None:
-        """Note the start of a step. Requests that vLLM preempts between steps, for new weights, are not counted."""
+        """Note the start of a step. Preemptions between steps, for new weights, are not counted."""
         self._before_step = self._num_preempted
 
     def end_step(self, num_ended: int) -> None:

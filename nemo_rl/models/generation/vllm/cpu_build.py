@@ -1,20 +1,20 @@
-"""Repair and complete vLLM's CPU build: speculative decoding, expert parallelism, inputs in float8.
+"""Repair and complete vLLM's CPU build: speculative decoding, expert parallelism and float8 inputs.
 
 `repair_speculation` repairs four errors of speculative decoding. Without Triton, C++ functions replace vLLM's kernels.
 
 - The function that repeats the temperature, top-k and top-p of each request for its proposed tokens writes into a copy
   that is then dropped, so logits would be divided by uninitialized memory.
 - A step in which no request has proposals fails if a request has a top-k.
-- A draft model's own output head counts as equal to the model's, because vLLM compares their weights, which packing has
-  emptied.
+- A draft model's own output head is treated as equal to the model's, because vLLM compares their weights, which are
+  empty after packing.
 - vLLM moves a proposal past the end of the context to position 0 without a place in the cache, and the proposal after
   it to position 1, with the place of the prompt's second token. Other requests that share the prompt would then get
-  other proposals (see `drafting.propose_to_the_end`).
+  other proposals (`drafting.propose_to_the_end`).
 
 Invariant: after these repairs each token is drawn from the same distribution as without speculation, and proposals
 depend only on the tokens of a request.
 
-Expert parallelism is added, because the kernel and the communicator of the CPU build do not support it.
+Expert parallelism is added, because kernel and communicator of the CPU build do not support it.
 `vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply` ignores `expert_map`: it gives the
 kernel ids among all experts of a layer, but only the weights of this rank's experts, so the kernel reads out of bounds.
 `vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator` lacks the two operations that exchange tokens
@@ -38,7 +38,7 @@ from nemo_rl.models.quantization import BlockFormat, WeightQuantization, rounded
 
 
 def repair_speculation() -> None:
-    """Make the repairs in this process, once. This is called on CPUs, before vLLM builds its worker."""
+    """Make the repairs in this process, once. On CPUs, call this before vLLM builds its worker."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import llm_base_proposer
@@ -80,12 +80,12 @@ def repeat_for_tokens(
     replace_to: float,
     max_num_tokens: int | None = None,
 ) -> None:
-    """Write the value of each request to the places of the request's tokens.
+    """Write the value of each request to the positions of its tokens.
 
     Args:
-        output: `[T]`, which is written.
+        output: `[T]`, where the values are written.
         values: `[B]`, the values of the requests.
-        ends: `[B]`, the number of tokens of all requests up to and including this one.
+        ends: `[B]`, cumulative numbers of tokens.
         replace_from: A value that is replaced by `replace_to`.
         max_num_tokens: Has no effect. It is an argument of vLLM's kernel.
     """
@@ -94,7 +94,7 @@ def repeat_for_tokens(
 
 
 def compute_own_experts() -> None:
-    """Make CPU kernels use the ids of this process's experts, so that experts of other ranks contribute nothing."""
+    """Make CPU kernels use only the ids of this process's experts, so that other experts contribute nothing."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # vLLM also imports it on CPUs only
 
     experts: Any = cpu_moe.CPUUnquantizedExperts
@@ -107,7 +107,7 @@ def compute_own_experts() -> None:
         arguments["topk_ids"] = places.clamp(min=0).to(arguments["topk_ids"].dtype)
         arguments["topk_weights"] = arguments["topk_weights"] * is_own
         of_all(self, **arguments)
-        if arguments["apply_router_weight_on_input"]:  # top-1: the kernel applies no weight
+        if arguments["apply_router_weight_on_input"]:  # top-1: the kernel does not apply the weight
             arguments["output"].mul_(is_own)
 
     experts.apply = of_own
@@ -125,7 +125,7 @@ def exchange_tokens() -> None:
 def _all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Concatenate the rows of all members. `sizes` has their numbers of rows (`DeviceCommunicatorBase.all_gatherv`)."""
+    """Concatenate the rows of all members, whose numbers are `sizes` (`DeviceCommunicatorBase.all_gatherv`)."""
     assert dim == 0, "tokens are rows"
     if isinstance(input_, torch.Tensor):
         return _joined(self, input_, sizes)
@@ -143,7 +143,7 @@ def _joined(communicator: Any, own: torch.Tensor, sizes: list[int] | None) -> to
 
 
 def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-    """Sum the parts of all members for the rows of this member (see `DeviceCommunicatorBase.reduce_scatterv`).
+    """Sum the parts of all members for this member's rows (`DeviceCommunicatorBase.reduce_scatterv`).
 
     The parts are added in the order of the members, so the sum for a token does not depend on its row.
     """
@@ -156,7 +156,7 @@ def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list
 
 
 def round_activations(worker: Any, quantization: WeightQuantization) -> int:
-    """From now on, round the inputs of all linear layers with quantized weights, and return the number of layers."""
+    """Round the inputs of all linear layers with quantized weights from now on. Return the number of layers."""
     model: nn.Module = worker.model_runner.get_model()
     found = 0
     for name, module in model.named_modules():

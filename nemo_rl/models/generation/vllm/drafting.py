@@ -1,4 +1,4 @@
-"""Handle draft models of a running engine: weights that arrive in a sync, and counts of proposals.
+"""Handle draft models of a running engine: load synced weights, and count proposals.
 
 A draft model that is trained with the policy gets its tensors together with the policy's in every weight sync. It is
 one of two kinds. An EAGLE-3 head (`policy.draft`) has sizes from the policy's section, is described to the engine by a
@@ -30,9 +30,9 @@ from nemo_rl.models.generation.engine_load import SpeculationCounts
 from nemo_rl.utils.errors import GenerationError
 
 _UNUSED = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm")
-"""Names of norms that vLLM makes in layers that have no such norm in checkpoints."""
+"""Names of norms that vLLM adds to layers, but that checkpoints do not contain."""
 _MARK = "trained_with_policy"
-"""Key that marks a draft model whose weights arrive in each sync, and not from files."""
+"""Key that marks a draft model whose weights come from syncs instead of files."""
 TRAINED_LAYERS = {_MARK: True}
 """vLLM's `additional_config` if the policy's layers for multi-token prediction arrive in syncs."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -40,7 +40,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @contextmanager
 def described(shape: DraftShape | None) -> Iterator[Path | None]:
-    """Write, for the block, the folder from which vLLM builds a draft model that is trained with the policy.
+    """Write the folder from which vLLM builds a draft model that is trained with the policy, for a block.
 
     Args:
         shape: Sizes of the draft model. If None, there is no draft model and no folder.
@@ -55,11 +55,11 @@ def described(shape: DraftShape | None) -> Iterator[Path | None]:
 
 
 def keep_own_heads() -> None:
-    """Let a draft model trained with the policy keep its output head. Call this before vLLM builds its worker.
+    """Let a draft model that is trained with the policy keep its output head. Call this before vLLM builds its worker.
 
-    vLLM would give it the policy's head, because no file has a head for it. Both of vLLM's model runners are changed.
-    The first one shares heads in its proposers. The second one, which runs on GPUs, does so in a function, and if the
-    values of both heads are equal. Heads that are in no file are always equal at the start.
+    vLLM would give it the policy's head, because no file contains its head. Both of vLLM's model runners are changed.
+    The first runner shares heads in its proposers. The second runner, which runs on GPUs, shares heads in a function if
+    their values are equal. Heads that are in no file are always equal at the start.
     """
     proposer_class: Any = SpecDecodeBaseProposer
     of_second_runner: Any = eagle_utils
@@ -82,7 +82,7 @@ def keep_own_heads() -> None:
 
 
 def trained_draft(worker: Any) -> nn.Module | None:
-    """Return the draft model of a worker if it is trained with the policy, or else None.
+    """Return the draft model of a worker if it is trained with the policy, or None.
 
     Raises:
         GenerationError: The worker should have such a model, but vLLM does not provide it.
@@ -106,7 +106,7 @@ def trained_draft(worker: Any) -> nn.Module | None:
 
 
 class OwnModules(nn.Module):
-    """The modules of a draft model that are not also modules of the policy's model.
+    """The modules of a draft model that are not shared with the policy's model.
 
     Args:
         model: the policy's model.
@@ -123,12 +123,12 @@ class OwnModules(nn.Module):
         return (module for _, module in self._own)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules under names that begin with `PREFIX` (see `torch.nn.Module.named_modules`)."""
+        """Yield modules under names that begin with `PREFIX` (`torch.nn.Module.named_modules`)."""
         return ((PREFIX + name, module) for name, module in self._own)
 
 
 def is_for(draft: nn.Module, name: str) -> bool:
-    """Return whether a tensor belongs to the draft model, by its name in the stream of weights."""
+    """Return whether a tensor belongs to the draft model, by its name in the weight stream."""
     if name.startswith(PREFIX):
         return True
     layer = _LAYER.match(name)
@@ -136,14 +136,14 @@ def is_for(draft: nn.Module, name: str) -> bool:
 
 
 def load_into_draft(draft: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors that belong to the draft model, not necessarily all of them."""
+    """Load some tensors of the draft model."""
     load: Any = draft.load_weights
     with disable_mtp_completeness_check():
         load((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)
 
 
 class SpeculationWatch:
-    """Counts the results of speculative decoding in the steps of an engine."""
+    """Count the results of speculative decoding in the steps of an engine."""
 
     def __init__(self, scheduler: Any):
         self._counts = SpeculationCounts()
@@ -176,10 +176,10 @@ class SpeculationWatch:
 
 
 def propose_to_the_end(worker: Any) -> None:
-    """Let vLLM propose tokens for every request that has space for them. This runs inside vLLM's worker on CPUs.
+    """Make vLLM propose tokens for every request with space for them, in vLLM's worker on CPUs.
 
-    vLLM proposes for no request as soon as one request is near the end of the context, so tokens of other requests
-    would depend on it. Both proposers stop at the end of the context by themselves.
+    vLLM stops proposing for all requests as soon as one request is near the end of the context, so other requests would
+    depend on it. Both proposers stop at the end of the context by themselves.
     """
     runner = worker.model_runner
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens

@@ -1,9 +1,9 @@
 """Adapt vLLM's in-process engine to the `Engine` protocol, for the CPU and GPU builds.
 
-Other modules have the arguments (`arguments`), weight loading (`running_model`), the other ranks of an engine (`ranks`,
-`replicas`) and responses with a grammar (`grammars`). Invariant: unless `logprobs_mode` is changed, log-probabilities
-are those of the sampled distribution, so they agree with a trainer that divides logits by the same temperature. With a
-grammar, they are those of the distribution without the grammar.
+Other modules contain the arguments (`arguments`), weight loading (`running_model`), the other ranks of an engine
+(`ranks`, `replicas`) and responses with a grammar (`grammars`). Invariant: unless `logprobs_mode` is changed,
+log-probabilities are those of the sampled distribution, so they agree with a trainer that divides logits by the same
+temperature. With a grammar, they are those of the distribution without the grammar.
 """
 
 import logging
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmEngine(SteppedEngine):
-    """One vLLM engine, worker 0 of an engine with several workers, or the first worker of one of its replicas."""
+    """A whole vLLM engine, worker 0 of an engine with several workers, or the first worker of a replica."""
 
     accepts_grammars = True
 
@@ -102,7 +102,7 @@ class VllmEngine(SteppedEngine):
             _choose_attention(arguments)
             repair_speculation()
         if hasattr(os, "memfd_create"):
-            # vLLM would leave a file in the temporary folder.
+            # # Without this, vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file
         # This usage context sets the batch limits that the arguments do not set. They are those of offline generation.
         with packing_threads(), refusing_non_finite(settings.model_name):
@@ -136,9 +136,9 @@ class VllmEngine(SteppedEngine):
         return None
 
     def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams, priority: int = 0) -> None:
-        """Add a request. vLLM begins it before waiting requests with a larger `priority`."""
+        """Add a request. vLLM starts it before waiting requests with a larger `priority`."""
         prompt: Any = {"prompt_token_ids": token_ids}
-        if not self._recomputes_cache:  # share keys and values only with requests since the same update
+        if not self._recomputes_cache:  # share keys and values only within one version
             prompt["cache_salt"] = str(self._num_updates)
         self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, params, priority=priority)
 
@@ -166,7 +166,7 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def finish_steps(self) -> list[Finished]:
-        """See `SteppedEngine.finish_steps`. With async scheduling, vLLM still computes a batch when a step returns."""
+        """Finish the batch that vLLM still computes after a step with async scheduling."""
         client: Any = self._engine.engine_core
         core = client.engine_core
         finished, step = list[Finished](), core.step_fn
@@ -179,7 +179,7 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def step_with_others(self) -> list[Finished]:
-        """Step as one of several replicas, with exactly one forward pass (see `replicas`)."""
+        """Step as one of several replicas, with exactly one forward pass (`replicas`)."""
         executor: Any = self._engine.model_executor
         before = executor.num_passes
         finished = self.step()
@@ -188,11 +188,11 @@ class VllmEngine(SteppedEngine):
         return finished
 
     def _taken(self, output: RequestOutput, experts: Experts | None) -> list[Finished]:
-        """Return the response of an output. If it has to be scored first, begin this and return no response."""
+        """Return the response of an output. If it must be scored first, begin this and return None."""
         request_id = output.request_id
         del self._vllm_ids[request_id]
         if request_id in self._scoring.drawn:
-            drawn = None if experts is None else experts[:-1]  # reading draws another token
+            drawn = None if experts is None else experts[:-1]  # scoring draws another token
             return [with_experts(self._scoring.scored(output), drawn)]
         response = with_experts(_finished(output), experts)
         if request_id not in self._scoring.prompts:
@@ -221,7 +221,7 @@ class VllmEngine(SteppedEngine):
         return removed
 
     def _experts_so_far(self, request_id: str, num_sampled: int) -> Experts | None:
-        """Return the experts of a running request, or None if there are none."""
+        """Return the experts of a running request, or None if they are not recorded."""
         vllm_id = self._vllm_ids[request_id]
         running = self._scheduler.requests.get(vllm_id)
         if self._experts is None or running is None or not num_sampled:
@@ -230,7 +230,7 @@ class VllmEngine(SteppedEngine):
         return self._experts.of_running(vllm_id, running.num_computed_tokens, num_tokens)
 
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
-        """See `SteppedEngine.sampled_so_far`. A response that is scored at its end has no tokens here."""
+        """Return a request's tokens so far, or no tokens for a response that is scored at its end."""
         if request_id in self._scoring.prompts:
             return [], []
         state = self._state(request_id)
@@ -245,12 +245,12 @@ class VllmEngine(SteppedEngine):
         return num_tokens
 
     def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`. Names are vLLM's, without those of weights that it has packed."""
+        """Return vLLM's names of weights that are not finite. Packed weights are not checked."""
         of_ranks = self._engine.collective_rpc(non_finite_parameters)
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
     def _start_threads(self, settings: EngineSettings) -> ThreadChoice | None:
-        """Choose the number of threads of an engine of one process on CPUs, unless the run sets this number."""
+        """Choose the number of threads of a one-process engine on CPUs, unless the run configures it."""
         if settings.device != "cpu" or settings.num_workers > 1 or "OMP_NUM_THREADS" in settings.env_vars:
             return None
         worker = self._engine.model_executor.driver_worker
@@ -262,7 +262,7 @@ class VllmEngine(SteppedEngine):
         )
 
     def _watch_speculation(self, settings: EngineSettings) -> SpeculationWatch | None:
-        """Count proposed and accepted tokens, if the engine speculates."""
+        """Count proposed and accepted tokens if the engine uses speculation."""
         if speculation_of(settings.engine_kwargs) is None:
             return None
         if settings.device == "cpu":
@@ -275,7 +275,7 @@ class VllmEngine(SteppedEngine):
         return client.engine_core.scheduler
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `SteppedEngine.decode`. It returns None for other libraries' tokenizers, which may decode differently."""
+        """Decode tokens. Return None for other libraries' tokenizers, which may decode differently."""
         tokenizer = self._engine.renderer.tokenizer
         return sampled_text(tokenizer, token_ids) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 
@@ -289,27 +289,27 @@ class VllmEngine(SteppedEngine):
             self._engine.collective_rpc(begin_reload)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. The other ranks load the tensors that they have received themselves."""
+        """Load some of the new tensors. All other ranks load the tensors that they receive."""
         with packing_threads():
             load_tensors(self._engine.model_executor.driver_worker, tensors)
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         record_reads(self._engine.model_executor.driver_worker)
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         return take_reads(self._engine.model_executor.driver_worker)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`. With `recomputes_cache`, vLLM computes running requests again."""
+        """Activate the weights. With `recomputes_cache`, vLLM computes running requests again."""
         with packing_threads():
             of_ranks = self._engine.collective_rpc(finish_reload)
         if changed:
             self._num_updates += 1
             if self._recomputes_cache:
                 self._engine.reset_prefix_cache(reset_running_requests=True)
-            for request_id in self._scoring.drawn:  # with one version of the weights for all tokens
+            for request_id in self._scoring.drawn:  # all tokens are scored by one version
                 self._engine.abort_request([self._vllm_ids[request_id]], internal=True)
                 self._read(request_id)
         named = [(name, place) for place, names in enumerate(of_ranks, start=self._place) for name in names]
@@ -320,7 +320,7 @@ class VllmEngine(SteppedEngine):
         return self.recorded_layers(token_ids, self.step)
 
     def recorded_layers(self, token_ids: list[int], step: Callable[[], list[Finished]]) -> list[torch.Tensor]:
-        """Do the work of `layer_outputs`. The function `step` advances the engine."""
+        """Implement `layer_outputs`. The function `step` advances the engine."""
         self._engine.reset_prefix_cache()
         self._engine.collective_rpc(start_recording)
         try:
@@ -340,7 +340,7 @@ class VllmEngine(SteppedEngine):
         self.fall_asleep()
 
     def fall_asleep(self) -> None:
-        """Free memory: weights go to host memory or, at level 2, are dropped like the cache."""
+        """Free memory. Weights go to host memory or, at level 2, are dropped like the cache."""
         if self._can_sleep and not self._engine.is_sleeping():
             self._engine.reset_prefix_cache()
             self._engine.sleep(level=self._sleep_level)
@@ -356,11 +356,11 @@ class VllmEngine(SteppedEngine):
 
 
 def _finished_batch(core: Any) -> tuple[Any, bool]:
-    """Take the results of the oldest batch in progress, without scheduling another one, as a step of vLLM's core."""
+    """Take the results of the oldest running batch without scheduling another one, as a step of vLLM's core does."""
     sampled, scheduled, executed = core.batch_queue.pop()
     output = sampled.result()
     if output is None:
-        executed.result()  # raises what has failed
+        executed.result()  # raises the error of a failure
         raise GenerationError("vLLM returned no tokens of a batch.")
     core._process_aborts_queue()
     return core.scheduler.update_from_output(scheduled, output), False
@@ -376,21 +376,21 @@ def _finished(output: RequestOutput) -> Finished:
 
 
 def _nameless_file() -> str:
-    """Return the address of a one-process engine's store, an unnamed file that the kernel frees with this process."""
+    """Return the address of the store of a one-process engine: an unnamed file that ends with this process."""
     return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('vllm-store')}"
 
 
 _TOKENS_PER_BLOCK = 32
-"""Tokens in a block of keys and values on CPUs. Requests share only complete blocks of a prompt. Many prompts are
-shorter than a block of vLLM's own size, 128 tokens, so each sample of such a prompt would compute it again."""
+"""Number of tokens in a block of keys and values on CPUs. Requests share only complete blocks of a prompt. Many prompts
+are shorter than vLLM's default block of 128 tokens, so each of their samples would compute the prompt again."""
 
 
 def _choose_attention(arguments: EngineArgs) -> None:
     """Choose the size of blocks, and for latent attention the kernel.
 
-    The kernel supports float32 and weight updates; if the processor has AMX, vLLM would choose one for bfloat16 only.
-    For the layers that propose tokens, vLLM chooses separately. Latent attention and models with other layers than
-    attention keep vLLM's size of blocks.
+    The kernel supports float32 and weight updates. With AMX, vLLM would choose a kernel for bfloat16 only. vLLM chooses
+    the kernel of the layers that propose tokens separately. Latent attention, and models with other layers than
+    attention, keep vLLM's block size.
     """
     model = arguments.create_model_config()
     kernel, is_latent = AttentionBackendEnum.CPU_MLA, model.use_mla

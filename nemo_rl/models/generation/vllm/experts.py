@@ -1,16 +1,14 @@
-"""Report the experts that vLLM's routers choose for each token, for `policy.router_replay`.
+"""Report the experts that vLLM's routers choose for each token (`policy.router_replay`).
 
 On GPUs, vLLM returns the experts with a response (`enable_return_routed_experts`). Only vLLM's second model runner
-supports this, and it needs Triton. vLLM's CPU worker has the first model runner, so there this module records the
-experts by functions that run inside the worker. vLLM's own capturer reads the routers, and `_Record` stores what it has
-read:
+supports this, and it needs Triton. vLLM's CPU worker has the first model runner. There, functions of this module record
+the experts inside the worker. vLLM's own capturer reads the routers, and `_Record` stores what it has read:
 
     routers ─► vLLM's RoutedExpertsCapturer: the tokens of a step ─► _Record: each slot of the cache
 
-A token's experts are stored at the place of its keys and values in the cache. So a prompt that is found in the cache
-has its experts, and a place that is used again gets the experts of its new token. Invariant: the experts of a token are
-those of the pass that wrote its keys and values. After a weight update that recomputes the cache, they are those of the
-new weights.
+A token's experts are stored at the place of its keys and values in the cache. Therefore a cached prompt has its
+experts, and a reused place gets the experts of its new token. Invariant: the experts of a token are those of the pass
+that wrote its keys and values. After a weight update that recomputes the cache, they are those of the new weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,13 +44,13 @@ def start_record(worker: Any) -> None:
     """Record the experts of all tokens from now on.
 
     Raises:
-        ConfigError: No layer has full attention, so no part of the cache keeps all tokens of a request.
+        ConfigError: No layer has full attention, so the cache does not keep all tokens of a request.
     """
     worker.expert_record = _Record(worker)
 
 
 def take_experts(worker: Any, wanted: list[tuple[str, int]]) -> list[Tensor] | None:
-    """Return the experts of requests that run, or that ended in the last step.
+    """Return the experts of requests that are running or that ended in the last step.
 
     Args:
         wanted: Id of each request, and the number of its first tokens whose experts are returned.
@@ -65,12 +63,12 @@ def take_experts(worker: Any, wanted: list[tuple[str, int]]) -> list[Tensor] | N
 
 
 class _Record:
-    """The experts of the tokens in each slot of one rank's key-value cache."""
+    """The experts of the tokens in each slot of a rank's key-value cache."""
 
     def __init__(self, worker: Any) -> None:
         self._runner = worker.model_runner
         config = self._runner.vllm_config
-        # Every rank captures, because the ranks may have to exchange their tokens for this.
+        # # Every rank records, because ranks may have to exchange their tokens for this.
         self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
         bind_routed_experts_capturer(self._runner.get_model(), self._capturer)
         self._layers = moe_layers(worker)
@@ -108,7 +106,7 @@ class _Record:
         self._slots[slots] = read.to(self._slots.dtype)
 
     def of_requests(self, wanted: list[tuple[str, int]]) -> list[Tensor]:
-        """See `take_experts`."""
+        """Return the experts of requests (`take_experts`)."""
         return [self._of_request(*each) for each in wanted]
 
     def _of_request(self, request_id: str, num_tokens: int) -> Tensor:
@@ -127,7 +125,7 @@ class ExpertReports:
 
     def __init__(self, engine: LLMEngine, *, on_cpu: bool) -> None:
         self._on_cpu = on_cpu
-        self._call_all: Any = engine.collective_rpc  # its type allows no arguments for a function
+        self._call_all: Any = engine.collective_rpc  # its type forbids arguments of a function
         self._num_experts: int = engine.model_config.get_num_experts()
         of_ranks = engine.collective_rpc(moe_layers)
         self._layers = sorted({layer for layers in of_ranks for layer in layers})
@@ -156,7 +154,7 @@ class ExpertReports:
         }
 
     def of_running(self, vllm_id: str, num_computed: int, num_tokens: int) -> Experts | None:
-        """Return the experts of a request that is about to be ended, or None if vLLM does not return them.
+        """Return the experts of a request that is about to end, or None if vLLM does not return them.
 
         Args:
             num_computed: Number of tokens whose keys and values are in the cache. 0 for a waiting request.

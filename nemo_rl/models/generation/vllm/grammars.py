@@ -1,4 +1,4 @@
-"""Draw responses with a grammar under a mask, and let vLLM read them again to score them without the mask.
+"""Draw responses under a grammar's mask, and let vLLM read them again to score them without the mask.
 
     prompt ─► tokens, drawn under the mask ─► prompt and tokens as a second prompt ─► log-probabilities of the policy
 
@@ -59,10 +59,10 @@ def structured_outputs(grammar: Grammar) -> StructuredOutputsParams:
 
 
 def is_scored(sampling: SamplingParams) -> bool:
-    """Return whether a response is read again after it was drawn.
+    """Return whether a response is read again after it was sampled.
 
     Raises:
-        GenerationError: It would have to be, but it is drawn from another distribution than the policy's.
+        GenerationError: It must be, but it is sampled from another distribution than the policy's.
     """
     if not sampling.is_read_again:
         return False
@@ -79,7 +79,7 @@ def reading() -> VllmSamplingParams:
     """Return the parameters with which vLLM reads a prompt and returns the prompt's log-probabilities."""
     return VllmSamplingParams(
         temperature=0.0,
-        max_tokens=1,  # vLLM draws at least one, which is not used
+        max_tokens=1,  # vLLM draws at least one token; it is not used
         prompt_logprobs=0,
         flat_logprobs=True,
         ignore_eos=True,
@@ -91,12 +91,12 @@ def reading() -> VllmSamplingParams:
 
 @dataclass
 class ResponseScoring:
-    """The responses of one engine that are scored after they were drawn."""
+    """The responses of one engine that are scored after they were sampled."""
 
     prompts: dict[str, list[int]] = field(default_factory=dict)
-    """Prompts of these responses, by the id of the request."""
+    """Prompts of these responses, by request id."""
     drawn: dict[str, Finished] = field(default_factory=dict)
-    """Responses that are completely drawn and are being read, by the id of the request."""
+    """Completely sampled responses that are being read again, by request id."""
 
     def forget(self, request_id: str) -> None:
         """Drop a response."""
@@ -108,7 +108,7 @@ class ResponseScoring:
         return [*self.prompts[request_id], *self.drawn[request_id].token_ids]
 
     def scored(self, output: RequestOutput) -> Finished:
-        """Return the response with the log-probabilities of the second pass, and forget the request."""
+        """Return the response with the log-probabilities of the second pass, and remove the request."""
         request_id = output.request_id
         prompt, drawn = self.prompts.pop(request_id), self.drawn.pop(request_id)
         # The first token of a prompt has no log-probability.

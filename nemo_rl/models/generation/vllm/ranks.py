@@ -1,13 +1,13 @@
-"""Run a vLLM engine of several ranks, each in its own worker process with its device, under one scheduler.
+"""Run a vLLM engine of several ranks under one scheduler, with a worker process and device per rank.
 
     worker 0: LLMEngine ─► RanksExecutor ─┬─ vLLM's worker, rank 0, called directly
                                           └─ link ─► worker k: VllmRank ─► vLLM's worker, rank k
 
-vLLM would start the other ranks as its own processes. Ray would neither place nor watch them, and no weight transport
-would reach them. Here every rank is a `GenerationWorker`: it gets a bundle, on this machine or another one, and
-receives and verifies weights. Its death is noticed like that of any worker. Ranks count tensor parallelism first: rank
-= stage x tensor parallel size + position within the stage. Groups of ranks of one machine use vLLM's shared memory, all
-other groups gloo or NCCL. Invariant: all ranks make the same calls in the same order.
+vLLM itself would start the other ranks as its own processes, which Ray would neither place nor watch, and which could
+not receive weights. Here every rank is a `GenerationWorker` with a bundle on this or another machine, which receives
+and verifies weights. Its death is noticed like that of any worker. Ranks count tensor parallelism first: rank = stage x
+tensor parallel size + position within the stage. Groups of ranks of one machine use vLLM's shared memory, all other
+groups gloo or NCCL. Invariant: all ranks make the same calls in the same order.
 """
 
 import os
@@ -48,13 +48,13 @@ from nemo_rl.weight_sync.parts import BlocksByName
 
 _SHARED_MEMORY = Path("/dev/shm")
 _HOST_ADDRESS = "VLLM_HOST_IP"
-"""Environment variable with the address at which vLLM's own sockets listen. It differs between machines."""
+"""Environment variable with the address on which vLLM's own sockets listen. It differs between machines."""
 _OF_VLLM = ("VLLM_", "TORCHINDUCTOR_")
-"""Prefixes of environment variables that vLLM sets, while it is configured, for processes that it would start."""
+"""Prefixes of environment variables that vLLM sets during its configuration for processes that it would start."""
 
 
 class _Start(NamedTuple):
-    """Message of worker 0 to all other workers: vLLM's configuration, a name, and environment variables."""
+    """Message from worker 0 to all other workers: vLLM's configuration, a name, and environment variables."""
 
     config: VllmConfig
     identity: str
@@ -94,14 +94,14 @@ def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
 
 
 def _make_stage_input(runner: Any) -> None:
-    """Allocate a stage's buffer for its input. vLLM does this in its warm-up, which it skips on CPUs."""
+    """Allocate the buffer for a stage's input. vLLM does this in its warm-up, which it skips on CPUs."""
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
 
 
 def _forget_names(identity: str) -> None:
-    """Unlink the shared memory that all ranks have mapped, so that the kernel frees it when the ranks end."""
+    """Unlink the shared memory that all ranks have mapped, so that the kernel frees it when they end."""
     for segment in _SHARED_MEMORY.glob(f"*{identity}*"):  # used for all-reduces on CPUs
         segment.unlink(missing_ok=True)
     queue = get_tp_group().mq_broadcaster
@@ -116,13 +116,13 @@ def _links_of(head: int) -> str:
 
 
 def listening(meeting: Meeting) -> Meeting:
-    """Let vLLM's own sockets listen at the address of this machine. Ray may have passed on the driver's address."""
+    """Make vLLM's own sockets listen on the address of this machine. Ray may have passed on the driver's address."""
     os.environ[_HOST_ADDRESS] = meeting.address
     return meeting
 
 
 class RanksExecutor(UniProcExecutor):
-    """vLLM's executor in worker 0 of an engine of several workers."""
+    """vLLM's executor in worker 0 of an engine with several workers."""
 
     supports_pp = True
 
@@ -145,7 +145,7 @@ class RanksExecutor(UniProcExecutor):
             link.receive()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """See vLLM's executor. In addition, forward passes are counted."""
+        """Run a forward pass like vLLM's executor, and count it."""
         self.num_passes += scheduler_output.total_num_scheduled_tokens > 0
         return super().execute_model(scheduler_output, non_block)
 
@@ -176,7 +176,7 @@ class RanksExecutor(UniProcExecutor):
                 method, args=args, kwargs=kwargs, non_block=non_block and of_other is None, single_value=True
             )
             if isinstance(own, Future) and own.done():
-                own.result()  # raises the failure of a call that does not block
+                own.result()  # raises the failure of a non-blocking call
         if single_value:
             chosen = own if of_other is None else of_other
             return chosen if non_block or of_other is None else of_other.result()
@@ -184,7 +184,7 @@ class RanksExecutor(UniProcExecutor):
 
 
 class VllmRank(ServedRank):
-    """Workers 1, 2 ... of a vLLM engine. They execute the calls of worker 0, also for updates, sleep and recording."""
+    """Workers 1, 2 ... of a vLLM engine. They execute all calls of worker 0, including updates, sleep and recording."""
 
     def __init__(self, settings: EngineSettings):
         meeting = listening(meet(settings))
@@ -200,13 +200,13 @@ class VllmRank(ServedRank):
         return value.get_output() if call.wants_answer and isinstance(value, AsyncModelRunnerOutput) else value
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. It loads this rank's part of each tensor."""
+        """Load this rank's part of each tensor (`Engine.load_tensors`)."""
         load_tensors(self._worker, tensors)
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         record_reads(self._worker)
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         return take_reads(self._worker)

@@ -1,13 +1,13 @@
-"""Run a vLLM engine whose experts are divided over more ranks than its other layers: several replicas in step.
+"""Run a vLLM engine of several synchronous replicas, because more ranks divide its experts than its other layers.
 
     place 0: VllmReplicas ─┬─ own VllmEngine (replica 0) ─► RanksExecutor ─► its ranks
                            └─ link ─► VllmReplica ─► VllmEngine (replica k) ─► RanksExecutor ─► its ranks
 
 Each replica (vLLM's data parallelism) has all layers but the experts, its own requests, scheduler and key-value cache.
 The experts of a layer are divided over the ranks of all replicas, so every forward pass of a replica needs all
-replicas. vLLM's own coordinator of such replicas belongs to its multi-process server. Here place 0 distributes the
-requests and lets all replicas take a step together. Invariant: a step of the engine is one forward pass of every
-replica. A replica without tokens to compute runs an empty pass.
+replicas. vLLM's own coordinator of replicas belongs to its multi-process server. Here place 0 distributes the requests
+and lets all replicas take a step together. Invariant: a step of the engine is one forward pass of every replica. A
+replica without tokens to compute runs an empty pass.
 """
 
 import os
@@ -60,7 +60,7 @@ class VllmReplicas(SteppedEngine):
         self._num_open = [0] * settings.num_replicas
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `SteppedEngine.add_request`. The replica with the fewest requests gets it."""
+        """Queue a request at the replica with the fewest requests (`SteppedEngine.add_request`)."""
         replica = self._num_open.index(min(self._num_open))
         refusal: str | None = self._ask(replica, "try_request", request_id, request)
         if refusal is not None:
@@ -72,7 +72,7 @@ class VllmReplicas(SteppedEngine):
     def step(self) -> list[Finished]:
         finished = [response for of_replica in self._on_all("step_with_others") for response in of_replica]
         for response in finished:
-            if response.request_id in self._replica_of:  # not the prompt of `layer_outputs`
+            if response.request_id in self._replica_of:  # skips the prompt of `layer_outputs`
                 self._take_back(response.request_id)
         return finished
 
@@ -84,7 +84,7 @@ class VllmReplicas(SteppedEngine):
         return removed
 
     def _take_back(self, request_id: str) -> int:
-        """Forget a request that its replica does not have any more, and return the number of the replica."""
+        """Remove a request that its replica no longer has. Return the number of the replica."""
         replica = self._replica_of.pop(request_id)
         self._num_open[replica] -= 1
         return replica
@@ -104,7 +104,7 @@ class VllmReplicas(SteppedEngine):
         return list(dict.fromkeys(name for names in self._on_all("weights_not_finite") for name in names))
 
     def take_load(self) -> EngineLoad:
-        """See `SteppedEngine.take_load`. Counts are summed over replicas. The usage is that of the fullest cache."""
+        """Return the load: sums of the replicas' counts, and the usage of the fullest cache."""
         loads: list[EngineLoad] = self._on_all("take_load")
         return EngineLoad(
             sum(load.num_preemptions for load in loads),
@@ -121,15 +121,15 @@ class VllmReplicas(SteppedEngine):
         self._on_all("start_loading")
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. The other ranks load the tensors that they have received themselves."""
+        """Load some of the new tensors. All other ranks load the tensors that they receive."""
         await self._own.load_tensors(tensors)
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         self._own.record_reads()
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         return self._own.take_reads()
 
     @override
@@ -137,7 +137,7 @@ class VllmReplicas(SteppedEngine):
         return [name for names in self._on_all("finish_loading", changed=changed) for name in names]
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`. Replica 0 computes them, while all other replicas run empty passes."""
+        """Compute hidden states on replica 0, while all other replicas run empty passes."""
         return self._own.recorded_layers(token_ids, self.step)
 
     @override
@@ -166,7 +166,7 @@ class VllmReplicas(SteppedEngine):
 
 
 class VllmReplica(ServedRank):
-    """First rank of replica 1, 2 ...: an engine that executes the calls of place 0."""
+    """First rank of a replica after the first. It is an engine that executes the calls of place 0."""
 
     def __init__(self, settings: EngineSettings):
         meeting = listening(meet(settings))
@@ -179,20 +179,20 @@ class VllmReplica(ServedRank):
         return getattr(self._engine, str(call.method))(*call.args, **call.kwargs)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`. It loads this rank's part of each tensor."""
+        """Load this rank's part of each tensor (`Engine.load_tensors`)."""
         await self._engine.load_tensors(tensors)
 
     def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
+        """Record the reads of the next weight update (`RecordsReads.record_reads`)."""
         self._engine.record_reads()
 
     def take_reads(self) -> BlocksByName:
-        """See `RecordsReads.take_reads`."""
+        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
         return self._engine.take_reads()
 
 
 def _join(meeting: Meeting, settings: EngineSettings) -> None:
-    """Set the environment variables from which vLLM learns that this process leads one of several replicas.
+    """Set the environment variables that tell vLLM that this process leads one of several replicas.
 
     The index of a rank's GPU is its place on its machine, so vLLM must not add an offset (VLLM_DP_RANK_LOCAL).
     """

@@ -1,10 +1,10 @@
-"""Work on a running vLLM model: load new weights, record outputs of layers. These functions run in vLLM's worker.
+"""Load new weights into a running vLLM model and record outputs of layers, with functions that run in vLLM's worker.
 
 vLLM rearranges weights after loading: packed matrix products and experts, absorbed attention projections. An update
 uses vLLM's own layerwise reload on every platform. Layers first take the layout of a checkpoint. When the last tensor
 of a layer has arrived, the layer is rearranged again, into its existing storage (so CUDA graphs stay valid).
 
-The reload does not handle three cases of packing on CPUs, so they are handled here: experts are packed only with a new
+The reload does not support three cases of packing on CPUs, which are handled here: experts are packed only with a new
 kernel, a tied output head has a separate packed copy, and Mamba-2 keeps a copy of a convolution that is packed. GPT-OSS
 copies some tensors without vLLM's loaders, so a reload would lose them. Therefore attention sinks are not moved, and
 experts are passed one by one. Invariant: after `finish_reload` the model answers with the tensors that were loaded.
@@ -43,9 +43,9 @@ _GPT_OSS_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
 def begin_reload(worker: Any) -> None:
-    """Prepare the model for tensors in the layout of a checkpoint.
+    """Prepare the model for tensors in the layout of checkpoints.
 
-    If the previous update was interrupted, it is closed first, so that no layer counts its tensors for the new update.
+    An interrupted previous update is closed first, so that its tensors are not counted for the new update.
     """
     model = worker.model_runner.get_model()
     with set_current_vllm_config(worker.vllm_config):
@@ -72,10 +72,10 @@ def begin_reload(worker: Any) -> None:
 
 
 def tied_heads(model: torch.nn.Module) -> set[str]:
-    """Return the names of the weights of output heads that share their storage with an embedding.
+    """Return the weight names of output heads that share their storage with an embedding.
 
-    vLLM also ties a head that the configuration says is not tied: if the files have a copy of the embedding, vLLM first
-    counts the head as untied and reads the copy, and then ties both because they are equal.
+    vLLM may tie a head that is not tied in the configuration. If the files contain a copy of the embedding as the head,
+    vLLM reads the copy, and then ties both because they are equal.
     """
     holders = [(name, each) for name, each in model.named_modules() if isinstance(each, VocabParallelEmbedding)]
     embeddings = {_storage(each) for _, each in holders if not isinstance(each, ParallelLMHead)} - {0}
@@ -85,13 +85,13 @@ def tied_heads(model: torch.nn.Module) -> set[str]:
 
 
 def _storage(layer: torch.nn.Module) -> int:
-    """Return the address of a layer's weight, or 0 if the layer has no weight or the weight has no memory."""
+    """Return the address of a layer's weight, or 0 if the layer has no weight or no memory for it."""
     weight = getattr(layer, "weight", None)
     return weight.untyped_storage().data_ptr() if isinstance(weight, torch.Tensor) else 0
 
 
 def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors. Each rank takes its part of them."""
+    """Load tensors, of which each rank takes its part."""
     runner = worker.model_runner
     given: Iterable[tuple[str, torch.Tensor]] = tensors
     recorder = recorder_of(worker)
@@ -127,7 +127,7 @@ def recorder_of(worker: Any) -> ReadRecorder | None:
 
 
 def one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the experts of GPT-OSS under the names of single experts, and all other tensors unchanged."""
+    """Yield GPT-OSS's experts under the names of single experts, and all other tensors unchanged."""
     for name, tensor in tensors:
         stack = _STACKED_EXPERTS.fullmatch(name)
         if stack is None:
@@ -170,7 +170,7 @@ def finish_reload(worker: Any) -> list[str]:
 
 
 def _renew_convolution(mixer: MambaMixer2) -> None:
-    """Copy the new weights into a mixer's convolution, unpacked if vLLM has packed them for a CPU."""
+    """Copy the new weights into a mixer's convolution, without packing if vLLM has packed them for a CPU."""
     convolution: Any = mixer.conv1d
     held: Any = mixer.conv_weights
     plain = getattr(convolution, "_cpu_unpacked_conv_weight", None)
@@ -179,10 +179,10 @@ def _renew_convolution(mixer: MambaMixer2) -> None:
 
 @contextmanager
 def refusing_non_finite(model_name: str) -> Iterator[None]:
-    """In the block, check each tensor that vLLM reads from a model's files. Packed tensors cannot be checked later.
+    """Check each tensor that vLLM reads from files in the block. Packed tensors could not be checked later.
 
     Raises:
-        NonFiniteError: Tensors hold NaN or infinity. It lists them, and is raised at the end of the block.
+        NonFiniteError: Tensors contain NaN or infinity. The error lists them, and is raised at the end of the block.
     """
     loader_class: Any = DefaultModelLoader
     read = loader_class.get_all_weights
@@ -190,7 +190,7 @@ def refusing_non_finite(model_name: str) -> Iterator[None]:
 
     def watched(loader: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in read(loader, *args, **kwargs):
-            # On the host, the check would take seconds for a large model, because Ray allows a worker one thread.
+            # # On the host, the check of a large model would take seconds, because Ray allows a worker only one thread.
             spoilt.extend(not_finite({name: tensor.to(current_platform.device_type)}))
             yield name, tensor
 
@@ -204,17 +204,17 @@ def refusing_non_finite(model_name: str) -> Iterator[None]:
 
 
 def non_finite_parameters(worker: Any) -> list[str]:
-    """Return the names of the model's parameters that are not finite. Names and values are those of vLLM."""
+    """Return vLLM's names of the model's parameters whose values in vLLM are not finite."""
     return not_finite(dict(worker.model_runner.get_model().named_parameters()))
 
 
 def without_cache_scales(names: set[str]) -> set[str]:
-    """Return the names without scales of a float8 cache. Float8 models have such scales, which stay 1."""
+    """Return the names without those of scales of a float8 cache, which float8 models have and which stay 1."""
     return {name for name in names if name.rpartition(".")[2] not in _CACHE_SCALES}
 
 
 def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:
-    """Return parameters that the model reports as loaded although their layers' loaders got no tensors."""
+    """Return parameters that the model reports as loaded, although no tensors arrived for their layers."""
     names = set()
     for layer, module in model.named_modules():
         info = get_layerwise_info(module)
@@ -226,7 +226,7 @@ def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:
 def incomplete_layers(model: torch.nn.Module) -> set[str]:
     """Return the names of layers that lack some of their tensors (query, key and value in one layer, or experts).
 
-    vLLM would fill the rest with uninitialized memory. Embeddings are excluded, because they are padded.
+    vLLM would leave the rest uninitialized. Embeddings are excluded, because they are padded.
     """
     names = set()
     for name, module in model.named_modules():
@@ -250,8 +250,8 @@ def start_recording(worker: Any) -> None:
 def stop_recording(worker: Any) -> list[Tensor]:
     """Return the hidden states after each layer of this rank since `start_recording`, `[T, D]` float32 each.
 
-    The list is empty if a layer was not called. vLLM replays CUDA graphs of some architectures (DeepSeek V3.2, GLM-5)
-    in pieces, in which no module is called.
+    The list is empty if a layer was not called, as in CUDA graphs that vLLM replays in pieces for some architectures
+    (DeepSeek V3.2, GLM-5).
     """
     stack, outputs, num_layers = worker.recording
     stack.close()
@@ -266,7 +266,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def residual_sum(output: Any) -> Tensor:
-    """Return the hidden states after a layer, including the last addition, which vLLM leaves to the next layer."""
+    """Return the hidden states after a layer, with the last addition, which vLLM computes in the next layer."""
     if not isinstance(output, tuple):
         hidden: Tensor = output
         return hidden
@@ -276,7 +276,7 @@ def residual_sum(output: Any) -> Tensor:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run prompts through the modules themselves, because a compiled copy calls no hooks."""
+    """Run prompts through the modules themselves, because compiled copies do not call hooks."""
     compiled: list[Any] = [module for module in model.modules() if getattr(module, "do_not_compile", None) is False]
     for module in compiled:
         module.do_not_compile = True

@@ -12,16 +12,16 @@ LIBRARIES = (
     "torch.utils.cpp_extension",
     "aiohttp",
 )
-"""Modules that take half of vLLM's import time, for `optimizations.fork_server`. None of them belongs to vLLM."""
+"""Modules for `optimizations.fork_server` that take half of vLLM's import time. None of them is part of vLLM."""
 CPU_SEQUENCES = 128
-"""Maximum number of sequences that an engine runs at the same time on the CPU."""
+"""Largest number of sequences that an engine runs concurrently on the CPU."""
 
 
 def engine_environment(device: str) -> dict[str, str]:
     """Return the environment variables for a vLLM actor on `device` ("cpu" or "cuda").
 
-    The engine runs inside the actor's process, so no second process can be lost, and requests, weight updates and cache
-    resets are plain calls between two steps. On CPUs there is one OpenMP thread until the engine starts more
+    The engine runs in the actor's process, so requests, weight updates and cache resets are plain calls between two
+    steps, and there is no second process that can die. On CPUs there is one OpenMP thread until the engine starts more
     (`threads`). Threads that wait at a barrier spin only briefly, so that the trainer has all cores when it works.
     Attention rows are not divided among threads. Dynamo is disabled, because it would compile even in eager mode.
     """

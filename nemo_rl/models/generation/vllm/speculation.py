@@ -1,8 +1,8 @@
 """Read and check `vllm_kwargs.speculative_config`, before any worker starts.
 
 The section has vLLM's own keys. Invariant: with an accepted section, each token is drawn from the same distribution as
-without speculation. On CPUs, where this is tested, the same seed also gives the same tokens, whatever other requests
-run. This module does not import vllm.
+without speculation. On CPUs, where this is tested, the same seed also gives the same tokens, independent of other
+requests. This module does not import vllm.
 """
 
 import logging
@@ -38,7 +38,7 @@ ON_CPU = ("ngram", "draft_model", "eagle3", "mtp")
 """Methods that are tested with vLLM's CPU build."""
 _WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 _MOST_TOKENS = 128
-"""`vllm.v1.sample.rejection_sampler.MAX_SPEC_LEN`."""
+"""Value of `vllm.v1.sample.rejection_sampler.MAX_SPEC_LEN`."""
 _NUM_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
@@ -56,12 +56,12 @@ class Speculation:
 
     @property
     def num_tokens(self) -> int:
-        """Largest number of tokens that are proposed for a request at a time, or 1 if the model decides it."""
+        """Largest number of tokens proposed at a time for a request, or 1 if the model decides it."""
         return int(self.values.get("num_speculative_tokens") or 1)
 
     @property
     def loads_weights(self) -> bool:
-        """True if the weights that propose are read from files, because no weight sync provides them."""
+        """Return True if the proposing weights are read from files, because no weight sync sends them."""
         return self.method not in _WITHOUT_MODEL
 
 
@@ -80,7 +80,7 @@ def speculation_of(engine_kwargs: Mapping[str, Any]) -> Speculation | None:
 
 
 def proposes_by_trained_layers(policy: PolicyConfig) -> bool:
-    """Return whether engines propose with the policy's layers for multi-token prediction, which every sync sends."""
+    """Return whether the policy's multi-token-prediction layers propose tokens. Every sync sends these layers."""
     generation = policy.generation
     if generation is None or generation.backend != "vllm" or not policy.megatron_cfg.enabled:
         return False
@@ -145,7 +145,7 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
 
 
 def _no_eagle_head(name: str) -> Iterator[str]:
-    """Yield a problem if local files do not hold an EAGLE-3 head, whose first layer joins states of the policy."""
+    """Yield a problem if local files do not contain an EAGLE-3 head, whose first layer joins states of the policy."""
     from nemo_rl.models.huggingface.tensor_files import TensorFiles
 
     files = sorted(Path(cached_folder(name) or name).glob("*.safetensors"))
@@ -174,7 +174,7 @@ def _wrong_values(speculation: Speculation) -> Iterator[str]:
 
 
 def _check_trained(speculation: Speculation | None, policy: PolicyConfig) -> None:
-    """Refuse to train a draft model (`policy.draft`) that the engines do not propose with."""
+    """Refuse to train a draft model (`policy.draft`) that the engines do not use for proposals."""
     method = None if speculation is None else speculation.method
     if speculation is None or method != "eagle3":
         raise ConfigError(
@@ -207,7 +207,7 @@ def _wrong_methods(speculation: Speculation, model: Any) -> Iterator[str]:
 
 
 def _wrong_layers(policy: PolicyConfig, model: Any) -> Iterator[str]:
-    """Yield problems of layers for multi-token prediction: some are not sent to the engines, or weights are float8."""
+    """Yield problems of multi-token-prediction layers: layers that engines do not receive, or float8 weights."""
     if policy.generation is not None and policy.generation.engine.precision == FP8:
         yield (
             f"method=mtp with layers that are trained and float8 weights (policy.generation.engine.precision={FP8}) is "

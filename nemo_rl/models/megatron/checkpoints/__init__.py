@@ -1,4 +1,4 @@
-"""Checkpoints of the Megatron backend: weights and optimizer state in the format `torch_dist`, import and export."""
+"""Write and read checkpoints of the Megatron backend in the format `torch_dist`, and import and export models."""
 
 ITERATION = "iter_0000000"
-"""Subfolder of a weights folder that holds the tensors."""
+"""Subfolder of a weights folder with the tensors."""

@@ -1,8 +1,8 @@
-"""Read and export checkpoints of the Megatron Core backend without a model, a GPU or megatron.
+"""Read and export checkpoints of the Megatron Core backend, without a model, a GPU or megatron.
 
 A weights folder holds `iter_0000000` with the tensors of the whole model in the format `torch_dist`, the Hugging Face
-configuration and tokenizer, and with LoRA also `adapter`. Invariant: an export has every tensor of the checkpoint
-once, with its adapter merged. The export holds one tensor in memory at a time.
+configuration and tokenizer, and with LoRA also `adapter`. Invariant: an export contains every tensor of the checkpoint
+once, with its adapter merged. One tensor is in memory at a time.
 """
 
 import re
@@ -34,7 +34,7 @@ _BROKEN = (OSError, RuntimeError, ValueError, KeyError, AssertionError, EOFError
 
 
 class SavedTensors:
-    """Reads the tensors of a checkpoint folder in the format `torch_dist`.
+    """Read the tensors of a checkpoint folder in the format `torch_dist`.
 
     Raises:
         CheckpointError: the folder is damaged, or in another format.
@@ -85,13 +85,13 @@ class SavedTensors:
 
 
 _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
-"""Name under which Megatron Core stores the transformer layer of a multi-token-prediction layer."""
+"""Name by which Megatron Core stores the transformer layer of a multi-token-prediction layer."""
 _HALF = re.compile(r"_[wv]$")
-"""Suffixes of the stored names of gate and up, which one parameter contains as its two halves."""
+"""Suffixes of the stored names of gate and up, the two halves of one parameter."""
 
 
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the names of stored tensors by the parameter of the whole model to which they belong."""
+    """Group the names of stored tensors by the parameter of the whole model that contains them."""
     from nemo_rl.models.megatron.conversion.parts import own_name
 
     found: dict[str, list[str]] = {}
@@ -106,9 +106,9 @@ _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 
 
 def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-    """Return a lower bound of a checkpoint's bytes, or None if the number of parameters is not known.
+    """Return a lower bound of a checkpoint's bytes, or None if the number of parameters is unknown.
 
-    It counts weights, Adam's two moments, float32 copies of 16-bit weights, and a consolidated model if one is saved.
+    The bound includes weights, Adam's two moments, float32 copies of 16-bit weights, and a saved consolidated model.
     """
     parameters = count_parameters(policy.model_name)
     if parameters is None:
@@ -123,7 +123,7 @@ def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -
 
 
 def read_into(model: "PreTrainedModel", weights: Path) -> None:
-    """Read a checkpoint into a model of transformers (see `FolderBackend.read_into`).
+    """Read a checkpoint into a model of transformers (`FolderBackend.read_into`).
 
     Megatron Core's tensors are converted to hub tensors as in an export, and then to the model's weights in memory.
     """
@@ -141,7 +141,7 @@ def read_into(model: "PreTrainedModel", weights: Path) -> None:
 
 
 def write_model(weights: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Write a folder for `from_pretrained`, one tensor at a time (see `FolderBackend.write_model`)."""
+    """Write a folder for `from_pretrained`, one tensor at a time (`FolderBackend.write_model`)."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
@@ -162,7 +162,7 @@ def _as(tensor: Tensor, dtype: torch.dtype | None, kept: bool) -> Tensor:
 def hub_tensors_of(
     weights: Path, config: "PretrainedConfig", *, meta: bool = False
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield a checkpoint's tensors under the names and shapes of the hub.
+    """Yield a checkpoint's tensors with the names and shapes of the hub.
 
     Args:
         weights: the weights folder of a checkpoint.
@@ -188,7 +188,7 @@ def hub_tensors_of(
     for names, problem in ((wanted - kept.keys(), "it lacks"), (kept.keys() - wanted - copies, "it also has")):
         if names:
             raise CheckpointError(
-                f"{weights} is no {config.model_type} of its config.json: {problem} {sorted(names)[:5]}."
+                f"{weights} is not the {config.model_type} of its config.json: {problem} {sorted(names)[:5]}."
             )
 
     def read(parameter: str) -> Tensor:

@@ -1,11 +1,11 @@
 """Convert a hub model to a checkpoint of this backend, in one process without a GPU.
 
 The Megatron Core model is built without values, to find the names and shapes of its tensors. torch's writer requests
-one tensor after another, and each is read from the hub's files when it is requested. Runs do not need this conversion,
+one tensor after another, and each tensor is read from the hub's files at its request. Runs do not need this conversion,
 because every rank reads the hub's files directly.
 
-Invariant: every tensor of the files is in the checkpoint, or a rule leaves it out. Every tensor of the checkpoint comes
-from the files. At most two parameters are in memory.
+Invariant: every tensor of the files is in the checkpoint, unless a rule excludes it. Every tensor of the checkpoint
+comes from the files. At most two parameters are in memory.
 """
 
 import logging
@@ -44,19 +44,19 @@ _CPU = torch.device("cpu")
 _SECTIONS: dict[str, Any] = {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}}
 _GENERATION_CONFIG = "generation_config.json"
 _HALVES = {"_w": 0, "_v": 1}
-"""Suffixes of the stored names of gate and up, and their indices in the parameter that contains both."""
+"""Suffixes of the stored names of gate and up, with their indices in the parameter that contains both."""
 
 
 def import_huggingface(model_name: str, target: Path, dtype: str | None = None) -> int:
-    """Write a step folder without optimizer (`config.yaml` and `policy/weights`). Call this in a separate process.
+    """Write a step folder without optimizer (`config.yaml` and `policy/weights`), in a separate process.
 
     Args:
         model_name: hub id or local folder.
         target: a new or empty folder.
-        dtype: dtype of the weights; None takes the dtype of the model's configuration.
+        dtype: dtype of the weights; if None, the dtype of the model's configuration.
 
     Returns:
-        Number of hub tensors that the checkpoint holds.
+        Number of hub tensors in the checkpoint.
 
     Raises:
         CheckpointError: the target already holds files, or the model's files do not fit its configuration.
@@ -90,7 +90,7 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
 
 
 class _Values:
-    """Reads each tensor of a checkpoint from the hub's files when the tensor is written."""
+    """Read each tensor of a checkpoint from the hub's files when it is written."""
 
     def __init__(self, rules: Rules, files: DequantizedFiles, stored: dict[str, tuple[Part, ...]]) -> None:
         self._rules, self._files, self._stored = rules, files, stored
@@ -98,7 +98,7 @@ class _Values:
         self._missing = {(name, part.name) for name in wanted for part in stored[name]}
 
     def of(self, name: str, like: Tensor) -> Tensor:
-        """Read the values for a tensor of the checkpoint."""
+        """Read the values of a tensor of the checkpoint."""
         from nemo_rl.models.megatron.conversion.holdings import Groups
         from nemo_rl.models.megatron.conversion.importer import fill, require_shapes
 
@@ -130,7 +130,7 @@ class _Values:
 
 @contextmanager
 def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]:
-    """Run a block with Megatron Core's process groups for this process only."""
+    """Run a block with Megatron Core's process groups for only this process."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         try:
@@ -142,7 +142,7 @@ def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]
 
 
 def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.dtype) -> Any:
-    """Return the sharded state of the whole model. Only its names and shapes are meaningful, not its values."""
+    """Return the sharded state of the whole model. Its names and shapes are meaningful, but not its values."""
     from nemo_rl.models.megatron.checkpoints.run_state import model_state
     from nemo_rl.models.megatron.model.build import build_chunks
     from nemo_rl.models.megatron.scoring import give_scalar_head
@@ -154,7 +154,7 @@ def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.d
 
 
 def _write_other_files(folder: Path, config: PretrainedConfig, target: Path, policy: dict[str, Any]) -> None:
-    """Write configuration and tokenizer of the model, the config.yaml of a run, and the manifest."""
+    """Write the model's configuration and tokenizer, a run's config.yaml, and the manifest."""
     weights = target / "policy" / "weights"
     config.save_pretrained(weights)
     for name in (*TOKENIZER_FILES, _GENERATION_CONFIG):

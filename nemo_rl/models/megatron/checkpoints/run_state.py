@@ -1,4 +1,4 @@
-"""Write and read the weights and the training state of a model of Megatron Core.
+"""Write and read the weights and the training state of a Megatron Core model.
 
 All ranks together write this layout (W = weights folder, O = optimizer folder):
 
@@ -8,12 +8,12 @@ All ranks together write this layout (W = weights folder, O = optimizer folder):
     O/trainer.pt                   number of updates, position of the schedule, loss scale
     O/rng/rank_<r>.pt              random-number generators of each rank
 
-Invariant: a load restores every bit that a save wrote, on any mesh. Random-number state is restored only on the same
+Invariant: a load restores every bit that a save wrote, on any mesh. Random-number states are restored only on the same
 mesh. If one rank cannot write or read, all ranks raise an error. The caller makes writing atomic.
 
-The optimizer state is saved as named parts of whole tensors. A moment has the name of its parameter, whichever
-optimizer holds it, so that optimizers on other meshes, chained or not, distributed or not, can read it. Hyperparameters
-are not saved. They come from the configuration, and the schedule continues as if the run had used them from its start.
+The optimizer state is saved as named parts of whole tensors. A moment has the name of its parameter in every kind of
+optimizer, so that optimizers on other meshes, chained or not, distributed or not, can read it. Hyperparameters are not
+saved. They come from the configuration, and the schedule continues as if the run had used them from its start.
 
 Invariant: after a load each parameter has its own step tensor. torch's Adam increments this tensor in place, so a
 tensor shared by several parameters would silently be incremented several times per update.
@@ -52,7 +52,7 @@ _TORCH_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
 }
-"""States that torch's optimizers keep per parameter; AdamW is a subclass of Adam."""
+"""States that torch's optimizers keep per parameter. AdamW is a subclass of Adam."""
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -61,7 +61,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def has_state(optimizer: Any) -> bool:
-    """Return whether there is optimizer state to save, which is so after an update or a load, and always for SGD."""
+    """Return whether there is optimizer state to save: after an update or a load, and always for SGD."""
     inner = [each for member in parts_of(optimizer) for each in _inner(member)]
     return any(any(each.state.values()) or isinstance(each, torch.optim.SGD) for each in inner)
 
@@ -70,7 +70,7 @@ def common_step(optimizer: Any) -> float | None:
     """Return the number of updates, or None if the optimizer does not count them.
 
     Raises:
-        CheckpointError: parameters have different numbers of updates, which a checkpoint cannot hold.
+        CheckpointError: parameters have different numbers of updates, which a checkpoint cannot store.
     """
     found: set[float] = set()
     for inner in (each for member in parts_of(optimizer) for each in _inner(member)):
@@ -88,24 +88,24 @@ def loss_scale(optimizer: Any) -> dict[str, Any] | None:
 
 
 def state_to_save(optimizer: Any, model: Sharded) -> Sharded:
-    """Return the optimizer state that this rank writes, in a collective call.
+    """Return the optimizer state that this rank writes. The call is collective.
 
     Args:
         optimizer: Megatron Core's optimizer.
-        model: a new result of `model_state`, which gives names and positions of the parameters.
+        model: a new result of `model_state`, with names and positions of the parameters.
     """
     return _of_members(optimizer, model, loading=False)
 
 
 def state_to_load(optimizer: Any, model: Sharded) -> Sharded:
-    """Return the optimizer state into which this rank reads a checkpoint. States that do not exist yet are made."""
+    """Return the optimizer state into which this rank reads a checkpoint. Missing states are made."""
     for member in parts_of(optimizer):
         _make_states(member)
     return _of_members(optimizer, model, loading=True)
 
 
 def weights_and_masters(optimizer: Any, loaded: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of a 16-bit weight of this rank and its float32 weight from the checkpoint, of the same size.
+    """Yield pairs of a 16-bit weight of this rank and its float32 weight from the checkpoint, both of equal size.
 
     Args:
         optimizer: the optimizer given to `state_to_load`.
@@ -126,7 +126,7 @@ def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: 
 
     Args:
         optimizer: the optimizer given to `state_to_load`.
-        loaded: state that was read.
+        loaded: the state that was read.
         step: result of `common_step`.
         scale: result of `loss_scale`.
     """
@@ -144,7 +144,7 @@ def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: 
 
 
 def forget(optimizer: Any) -> None:
-    """Drop all moments and steps, and copy the model's current weights into the optimizer."""
+    """Discard all moments and steps, and copy the model's current weights into the optimizer."""
     for member in parts_of(optimizer):
         for inner in (member.optimizer, *_inner(member)):
             inner.state.clear()
@@ -154,7 +154,7 @@ def forget(optimizer: Any) -> None:
 
 
 def _inner(member: Any) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers of a member of the chain: several if a part of the weights is updated on the host."""
+    """Return the torch optimizers of a chain's member. There are several if the host updates a part of the weights."""
     inner = member.optimizer
     return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
 
@@ -165,10 +165,10 @@ def _of_members(optimizer: Any, model: Sharded, *, loading: bool) -> Sharded:
 
 
 def _tensors(member: Any, model: Sharded, loading: bool) -> Sharded:
-    """Return moments and float32 weights of a member, under names that do not depend on its class."""
+    """Return moments and float32 weights of a member, with names that do not depend on its class."""
     if not isinstance(member, DistributedOptimizer):
         state = member.sharded_state_dict(model, is_loading=False, metadata=dict(CONTENT))
-        if _MASTERS in state:  # as dicts, because Megatron Core drops empty items of lists and so changes the indices
+        if _MASTERS in state:  # dicts, because Megatron Core drops empty list items
             state[_MASTERS] = {group: dict(enumerate(held)) for group, held in enumerate(state[_MASTERS])}
         return extract_sharded_base(state)[0]
     on_first_rank = getattr(member, "data_parallel_group_gloo", None) is not None
@@ -177,7 +177,7 @@ def _tensors(member: Any, model: Sharded, loading: bool) -> Sharded:
     full_precision = [parameter.dtype is torch.float32 for parameter in _parameters(member)]
     for index, state in states.items():
         if full_precision[index]:
-            del state["param"]  # for a float32 weight this is the weight itself, which the weights folder holds
+            del state["param"]  # a float32 weight itself is in the weights folder
         else:
             master = state.pop("param")
             state["fp32_param"] = replace(master, key=master.key.replace(_DISTRIBUTED_MASTER, _MASTER, 1))
@@ -185,7 +185,7 @@ def _tensors(member: Any, model: Sharded, loading: bool) -> Sharded:
 
 
 def _parameters(member: DistributedOptimizer) -> list[Tensor]:
-    """Return the model's parameters in the order in which Megatron Core numbers their states."""
+    """Return the model's parameters in the order of Megatron Core's numbering of states."""
     return [parameter for buffer in member.buffers for parameter in buffer.param_index_map]
 
 
@@ -194,21 +194,21 @@ def _put_back_distributed(member: DistributedOptimizer, states: dict[int, dict[s
     for index, parameter in enumerate(_parameters(member)):
         states[index].setdefault("fp32_param", parameter.detach())
     for state in member.optimizer.state.values():
-        state.pop("step", None)  # Megatron Core would look for it in the loaded state, which lacks it
+        state.pop("step", None)  # the loaded state lacks it, but Megatron Core needs it
     member.load_parameter_state_from_fully_reshardable(states)
     if isinstance(member.optimizer, HybridDeviceOptimizer):
         _keep_parts_alone(member.optimizer)
 
 
 def _keep_parts_alone(inner: HybridDeviceOptimizer) -> None:
-    """Replace the loaded states of each weight by copies on the weight's device.
+    """Replace the loaded states of each weight with copies on the weight's device.
 
-    The loaded states are views of whole tensors, possibly on the other device. Megatron Core tells host and GPU apart
+    The loaded states are views of whole tensors, possibly on the other device. Megatron Core distinguishes host and GPU
     by the class of the optimizer, but without Transformer Engine both have the same class.
     """
     for each in inner.sub_optimizers:
         for parameter, state in each.state.items():
-            state.pop("master_param", None)  # already copied into the parameter
+            state.pop("master_param", None)  # the parameter already has a copy
             state.update({name: torch.empty_like(parameter).copy_(value) for name, value in state.items()})
     inner._sync_sub_optimizers_state_to_hdo()
 
@@ -225,7 +225,7 @@ def _put_back_plain(member: Any, states: Sharded) -> None:
 
 
 def _make_states(member: Any) -> None:
-    """Make the states into which a checkpoint is read, if no update has made them yet."""
+    """Make the states into which a checkpoint is read, if no update has made them."""
     inner = member.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         _make_states_on_both(inner)
@@ -244,7 +244,7 @@ def _make_states(member: Any) -> None:
 
 
 def _make_states_on_both(inner: HybridDeviceOptimizer) -> None:
-    """Make the states of an optimizer for two devices, without its `dummy_step`, which updates weights at random."""
+    """Make the states of an optimizer for two devices, without its `dummy_step`, which updates weights randomly."""
     for each in inner.sub_optimizers:
         for parameter, _ in _with_groups(each):
             for name in _TORCH_STATES[torch.optim.Adam]:
@@ -279,18 +279,18 @@ logger = logging.getLogger(__name__)
 
 _MOMENTS, _TRAINER = "optim", "trainer.pt"
 _CHECKED_VALUES = 1 << 16
-"""Number of values that are compared in each weight, evenly spaced. Weights of another checkpoint differ everywhere."""
+"""Number of evenly spaced values that are compared in each weight. Weights of another checkpoint differ everywhere."""
 _REMAINDERS = float(1 << 15)
 
 
 def load(paths: CheckpointPaths, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """Restore the state that the writes of `prepared` wrote, in a collective call.
+    """Restore the state that the writes of `prepared` wrote. The call is collective.
 
     Args:
-        paths: a checkpoint of any mesh; without an optimizer folder the optimizer starts from the weights.
-        chunks: see `prepared`.
-        optimizer: see `prepared`.
-        scheduler: see `prepared`.
+        paths: a checkpoint from any mesh; without an optimizer folder, the optimizer starts from the weights.
+        chunks: as in `prepared`.
+        optimizer: as in `prepared`.
+        scheduler: as in `prepared`.
 
     Raises:
         CheckpointError: raised on all ranks if the checkpoint is damaged, incomplete, or of another model.
@@ -348,7 +348,7 @@ def prepared(
 
 
 def _of_all_ranks(optimizer: Any) -> tuple[bool, float | None]:
-    """Return whether any rank has optimizer state, and the number of updates, which a rank may not know itself."""
+    """Return whether any rank has optimizer state, and the number of updates, which may be unknown to a rank."""
     found: list[Any] = [None] * dist.get_world_size()
     with raise_on_all_ranks():
         mine = (has_state(optimizer), common_step(optimizer))
@@ -395,7 +395,7 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
 
 
 def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Check that the float32 weights of the optimizer state, rounded, are the weights of the model."""
+    """Check that the optimizer state's float32 weights, when rounded, equal the weights of the model."""
     names = {id(weight): name for chunk in chunks for name, weight in unwrap(chunk).named_parameters()}
     for weight, master in weights_and_masters(optimizer, loaded):
         every = max(1, weight.numel() // _CHECKED_VALUES)
@@ -418,7 +418,7 @@ def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: 
 
 
 def model_state(chunks: Sequence[Any]) -> Sharded:
-    """Return a sharded state dict of this rank's parts. Use it once only, because Megatron Core changes it."""
+    """Return a sharded state dict of this rank's parts. It can be used only once, because Megatron Core changes it."""
     return {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT)) for index, chunk in enumerate(chunks)
     }
@@ -437,7 +437,7 @@ def _mesh() -> list[int]:
 
 
 def _generators() -> dict[str, Any]:
-    """Return the state of this rank's random generators, including Megatron Core's generators for dropout."""
+    """Return the states of this rank's random generators, including Megatron Core's generators for dropout."""
     states = get_cuda_rng_tracker().get_states()
     return {
         "mesh": _mesh(),
@@ -449,7 +449,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _restore_generators(folder: Path) -> None:
-    """Restore the random generators, unless the mesh has changed, because ranks then hold other parts of the model."""
+    """Restore the random generators, unless the mesh has changed so that ranks hold other parts of the model."""
     file = rng_file(folder)
     saved = load_plain(file) if file.exists() else None
     if saved is None or saved["mesh"] != _mesh():

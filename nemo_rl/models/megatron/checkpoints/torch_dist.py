@@ -1,8 +1,8 @@
-"""Write and read sharded state dicts of Megatron Core as folders in the format `torch_dist`.
+"""Write and read sharded state dicts of Megatron Core as `torch_dist` folders.
 
-Megatron Core describes and checks the state. torch's own writer writes it in the calling thread, because Megatron
-Core's writer first starts a process, which takes seconds and needs an importable main module. The format is the same,
-and `megatron.core.dist_checkpointing.load` can read the folders.
+Megatron Core describes and checks the state. torch's writer writes it in the calling thread, because Megatron Core's
+writer first starts a process, which takes seconds and needs an importable main module.
+`megatron.core.dist_checkpointing.load` can read the folders too.
 
 Invariant: if one rank cannot write or read, all ranks raise an error.
 """
@@ -37,13 +37,13 @@ from nemo_rl.models.training.torch_backend import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
 
 OPTIMIZER_FORMAT = "fully_reshardable"
-"""Format in which each moment is a tensor of its parameter's shape, so that any mesh can read it."""
+"""Format in which each moment is a tensor with its parameter's shape, so that any mesh can read it."""
 CONTENT: Mapping[str, Any] = {
-    "singleton_local_shards": True,  # the tensors of every layer and every expert get their own names
+    "singleton_local_shards": True,  # names of tensors contain layer and expert
     "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
     "chained_optim_avoid_prefix": True,
 }
-"""Settings that determine names and shapes in a folder; Megatron Core stores the settings in the folder."""
+"""Settings that determine names and shapes in a folder, which Megatron Core stores there."""
 _REFUSED = {
     "dp_reshardable": "after loading it, training would continue with wrong numbers",
     "fully_sharded_model_space": "Megatron Core neither writes nor reads it any more",
@@ -51,11 +51,11 @@ _REFUSED = {
 _EXTRA_STATE = "_extra_state"
 
 type Sharded = dict[str, Any]
-"""Nested dicts and lists whose leaves describe the position of a rank's part in a whole tensor."""
+"""Nested dicts and lists whose leaves describe the location of a rank's part in a whole tensor."""
 
 
 class _Prepared(TorchDistSaveShardedStrategy):
-    """Keeps the parts that this rank has to write, instead of writing them."""
+    """Strategy that keeps the parts of this rank instead of writing them."""
 
     def __init__(self, keep: Keep) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Prepared(TorchDistSaveShardedStrategy):
         """Parts of this rank, by name."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "") -> AsyncRequest:
-        """Keep the state, which has passed the checks of `dist_checkpointing.save` when it calls this method."""
+        """Keep the state. `dist_checkpointing.save` calls this after it has checked the state."""
         self.parts, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         for name, parts in self.parts.items():
             for index, part in enumerate(parts):
@@ -74,25 +74,25 @@ class _Prepared(TorchDistSaveShardedStrategy):
 
 
 class _Planner(MCoreSavePlanner):
-    """Applies a function to each tensor when the tensor is written."""
+    """Planner that applies a function to each tensor when it is written."""
 
     def __init__(self, late: Keep) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._late = late
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
-        """Return the object to write. The writer of torch calls this for each item."""
+        """Return the object to write. torch's writer calls this for each item."""
         return self._late(write_item.index.fqn, object) if isinstance(object, Tensor) else object
 
 
 def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as_it_is) -> Write:
-    """Prepare to write this rank's sharded state to a folder, in a collective call.
+    """Prepare to write this rank's sharded state to a folder. The call is collective.
 
     Args:
         folder: folder to write, which is created if it does not exist.
         keep: applied to every tensor that this rank will write.
-        late: applied to each tensor when it is written. If given, each tensor gets its own file, so that its memory is
-            freed when it has been written.
+        late: applied to each tensor when it is written. If it is given, each tensor gets its own file, so that its
+            memory is freed after it is written.
 
     Returns:
         A function that writes the folder. It raises a CheckpointError on all ranks if a rank cannot write its files.
@@ -110,7 +110,7 @@ def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as
 def _write(
     folder: Path, parts: dict[str, list[ShardedBase]], late: Keep, group: dist.ProcessGroup | None = None
 ) -> None:
-    # torch's writer holds written tensors in memory until it closes the file.
+    # # torch's writer keeps written tensors in memory until it closes the file.
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=late is as_it_is)
     with _named(folder, "cannot be written"):  # if one rank fails, torch's writer raises on all
         dcp.save(
@@ -125,7 +125,7 @@ def _write(
 
 
 def read(folder: Path, state: Sharded) -> dict[str, Any]:
-    """Read this rank's part of a folder into the tensors of `state`, in a collective call.
+    """Read this rank's part of a folder into the tensors of `state`. The call is collective.
 
     Args:
         folder: folder that `prepare` wrote, on any mesh.
@@ -150,7 +150,7 @@ def read(folder: Path, state: Sharded) -> dict[str, Any]:
 def _check_format(folder: Path) -> None:
     read_metadata(folder / METADATA_FILE)
     common = folder / COMMON_STATE_FNAME
-    if common.exists():  # from older releases; checked here, because Megatron Core may execute code that is in it
+    if common.exists():  # written by older releases; Megatron Core may execute its code
         load_plain(common)
     content = dist_checkpointing.load_content_metadata(str(folder)) or {}
     found = content.get("distrib_optim_sharding_type", OPTIMIZER_FORMAT)

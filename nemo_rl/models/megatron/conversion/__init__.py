@@ -1,1 +1,1 @@
-"""Stream weights between Hugging Face files and Megatron Core models, in both directions."""
+"""Convert weights between Hugging Face files and Megatron Core models, in both directions."""

@@ -1,7 +1,7 @@
-"""Find the parameters that this rank holds, and describe and read them as blocks of hub tensors.
+"""Find the parameters of this rank, and describe and read them as blocks of hub tensors.
 
-Nothing is gathered. A shard of a parameter consists of blocks of hub tensors (rows of query, key and value heads, of
-gate and up, or of an expert in a stack). The rules and their layouts give the places of these blocks.
+Weights are not gathered. A shard of a parameter consists of blocks of hub tensors (rows of query, key and value heads,
+of gate and up, or of an expert in a stack). The rules and their layouts define the locations of these blocks.
 
 Invariant: all ranks together hold exactly the parameters that the rules describe; otherwise all ranks raise an error.
 The blocks of all shards of a parameter cover its hub tensors once, and hub tensors have the order of the rules on all
@@ -35,7 +35,7 @@ class Groups:
     tensor: dist.ProcessGroup
     """Ranks that divide dense layers."""
     expert_tensor: dist.ProcessGroup
-    """Ranks that divide each expert."""
+    """Ranks that divide a single expert."""
     expert: dist.ProcessGroup
     """Ranks that divide the experts of a layer."""
     pipeline: dist.ProcessGroup
@@ -52,7 +52,7 @@ class Groups:
         )
 
     def dividing(self, rule: Rule) -> dist.ProcessGroup:
-        """Return the group whose ranks divide a parameter's rows or columns, if the parameter is divided."""
+        """Return the group whose ranks divide a parameter's rows or columns. None if it is not divided."""
         return self.tensor if rule.expert is None else self.expert_tensor
 
     def num_shards(self, rule: Rule) -> int:
@@ -75,13 +75,13 @@ class Holder:
 
 
 def num_mtp_layers(chunks: Sequence[nn.Module]) -> int:
-    """Return the number of multi-token-prediction layers of the whole model. A layer that is repeated counts once."""
+    """Return the number of multi-token-prediction layers of the whole model. A repeated layer is counted once."""
     config = unwrap(chunks[0]).config
     return min(config.mtp_num_layers or 0, 1) if config.mtp_use_repeated_layer else config.mtp_num_layers or 0
 
 
 def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict[str, Tensor]:
-    """Return this rank's shards by their names in the whole model, including parameters without a rule."""
+    """Return this rank's shards by name in the whole model, including parameters without a rule."""
     experts = {rule.expert for rule in rules.by_parameter.values() if rule.expert is not None}
     first_expert = groups.expert.rank() * (len(experts) // groups.expert.size())
     held: dict[str, Tensor] = {}
@@ -97,7 +97,7 @@ def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict
 
 
 def holders(held: Mapping[str, Tensor], rules: Rules, groups: Groups) -> dict[str, Holder]:
-    """Return the location of each parameter of the model, in a collective call over pipeline and expert groups.
+    """Return the location of each parameter of the model. The call is collective over pipeline and expert groups.
 
     Raises:
         CheckpointError: a parameter has no rule, or a rule has no parameter.
@@ -128,7 +128,7 @@ def held_hf_weights(
     has_scalar_head: bool = False,
     value: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[Readable]:
-    """Yield every weight and persistent buffer of which this rank holds a part, tied weights once.
+    """Yield every weight and persistent buffer of which this rank holds a part. Tied weights occur once.
 
     The iterator is collective over all ranks of a model. Reading a weight is collective if `value` is. Parameters of
     adapters are skipped, because the hub's model does not have them.
@@ -136,10 +136,10 @@ def held_hf_weights(
     Args:
         chunks: the rank's virtual stages, wrapped or not.
         device: device to which the values are moved.
-        dtype: dtype of the values; None keeps the dtype of the parameters. Correction biases of routers stay in
-            float32, as in engines.
+        dtype: dtype of the values; if None, the dtype of the parameters. Correction biases of routers stay in float32,
+            as in engines.
         has_scalar_head: whether the output layer is a reward model's scalar head.
-        value: maps this rank's shard of a parameter to the tensor to export.
+        value: function from this rank's shard of a parameter to the tensor to export.
 
     Raises:
         CheckpointError: the model has parameters that the configuration does not describe, or lacks parameters.
@@ -162,7 +162,7 @@ def held_tensors(
 ) -> Iterator[Readable]:
     """Yield the hub tensors of the parameters that the rules describe.
 
-    `device`, `dtype` and `value` are those of `held_hf_weights`.
+    `device`, `dtype` and `value` are arguments of `held_hf_weights`.
 
     Args:
         held: this rank's shards, by their names in the whole model.
@@ -200,13 +200,13 @@ class _Block:
     """Name of the hub tensor."""
     tensor_shape: tuple[int, ...]
     place: TensorBlock
-    """Place of the block in the hub tensor."""
+    """Location of the block in the hub tensor."""
     part: Part
-    """A part of the parameter whose values are in the block."""
+    """The part of the parameter with the values of the block."""
     tensor: Tensor
-    """The shard that holds the values."""
+    """The shard with the values."""
     rows: tuple[slice, ...]
-    """Rows of the shard that the block consists of; one slice for each part if parts are interleaved."""
+    """Rows of the shard that form the block. Interleaved parts have one slice each."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class _Shard:
     groups: Groups
 
     def blocks(self, num_experts: int) -> Iterator[_Block]:
-        """Yield the blocks of hub tensors in the shard. `num_experts` is the number of experts in a stack."""
+        """Yield the blocks of hub tensors in the shard. `num_experts` is the number of experts in a stacked tensor."""
         rule, shape = self.rule, tuple(self.tensor.shape)
         num_shards = self.groups.num_shards(rule)
         number = self.groups.dividing(rule).rank() if num_shards > 1 else 0

@@ -1,8 +1,8 @@
-"""Load a Megatron Core model from a folder of safetensors files, or from the tensors that an engine receives.
+"""Load a Megatron Core model from a folder of safetensors files or from the tensors of a weight sync.
 
-`load_huggingface` reads files. Each rank reads the rows and columns that it holds directly into its parameters, without
-a conversion beforehand and without a copy of the model. Invariant: afterwards every parameter has the files' values,
-and every tensor of the files belongs to a parameter or is left out by a rule.
+`load_huggingface` reads files. Each rank reads its rows and columns directly into its parameters, without a previous
+conversion and without a copy of the model. Invariant: afterwards every parameter has the files' values, and every
+tensor of the files belongs to a parameter or is excluded by a rule.
 
 `HubReceiver` loads the weights that are sent to an engine, one hub tensor at a time, in any order. Invariant: tensors
 whose name or shape does not fit the model are refused, and missing tensors are reported by name.
@@ -28,7 +28,7 @@ from nemo_rl.utils.errors import CheckpointError, GenerationError
 def load_huggingface(
     chunks: Sequence[nn.Module], hf_config: PretrainedConfig, folder: Path, *, has_scalar_head: bool = False
 ) -> None:
-    """Read every parameter of this rank's chunks from files, in a collective call over pipeline and expert groups.
+    """Read every parameter of this rank's chunks from files. The call is collective over pipeline and expert groups.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
@@ -56,18 +56,18 @@ def _load(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFile
 
 
 def keep_precision(tensor: Tensor, rule: Rule) -> None:
-    """Convert a parameter to float32 if its rule requires full precision."""
+    """Convert a parameter to float32 if its rule requires this."""
     if rule.full_precision and tensor.dtype != torch.float32:
         tensor.data = tensor.data.float()
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSource, groups: Groups) -> None:
-    """Copy parts of a parameter into `tensor`, this rank's shard of the parameter.
+    """Copy parts of a parameter to `tensor`, this rank's shard of the parameter.
 
     Args:
         parts: parts to copy, by their indices in the rule.
-        source: hub tensors that hold the parts.
+        source: hub tensors that contain the parts.
         groups: process groups of the mesh.
     """
     num_shards = groups.num_shards(rule)
@@ -110,7 +110,7 @@ class _Sent:
 
 
 class HubReceiver:
-    """Receives the tensors of weight updates. The constructor is collective over pipeline and expert groups.
+    """Receive the tensors of weight updates. The constructor is collective over pipeline and expert groups.
 
     Args:
         chunks: the rank's virtual stages.
@@ -122,7 +122,7 @@ class HubReceiver:
     def __init__(self, chunks: Sequence[nn.Module], hf_config: PretrainedConfig) -> None:
         self._chunks, self._rules, self._groups = chunks, rules_for(hf_config), Groups.current()
         self._uses: dict[str, list[tuple[Rule, int, Part]]] = {}
-        """Uses of each hub tensor: rule of the parameter, index of the part in the rule, and part."""
+        """Uses of each hub tensor: rule of the parameter, index of the part in the rule, and the part."""
         for rule in self._rules.by_parameter.values():
             for parts in (rule.parts, rule.stacked_parts):
                 for index, part in enumerate(parts):
@@ -143,7 +143,7 @@ class HubReceiver:
                     self._missing.setdefault((rule.parameter, index), name)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor into the parameters of this rank that use it.
+        """Copy a tensor into the parameters of this rank that use it.
 
         Raises:
             GenerationError: the model has no such tensor, or its shape differs.

@@ -1,4 +1,4 @@
-"""Describe where the values of a Megatron Core parameter are in hub tensors, and its name in the whole model.
+"""Describe the location of a Megatron Core parameter's values in hub tensors, and its name in the whole model.
 
 A parameter of Megatron Core consists of rows of one or several hub tensors, its *parts*: a gated layer has the rows of
 gate and then those of up, and attention has query, key and value heads in groups. A `RowLayout` maps the rows of a
@@ -22,7 +22,7 @@ from nemo_rl.distributed.ranks.tensor_block import TensorBlock
 
 @dataclass(frozen=True)
 class Segment:
-    """Adjacent rows of a part that are adjacent in a shard too."""
+    """Adjacent rows of a part that are also adjacent in a shard."""
 
     part: int
     """Index of the part in the rule."""
@@ -38,10 +38,10 @@ class Segment:
 
 
 class RowLayout(Protocol):
-    """Order in which each shard of a parameter holds the rows of the parts."""
+    """Order of the parts' rows in each shard of a parameter."""
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """Return the number of rows of each part of a whole parameter with `num_rows` rows."""
+        """Return the number of rows of each part of a parameter with `num_rows` rows in total."""
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
         """Yield the segments of a shard of `num_rows` rows, in order."""
@@ -49,17 +49,17 @@ class RowLayout(Protocol):
 
 @dataclass(frozen=True)
 class Stacked:
-    """Layout of parts of the same size: each shard holds its share of the first part, then of the second, and so on."""
+    """Layout of equal-sized parts, where each shard has its share of the first part, then of the second, and so on."""
 
     num_parts: int = 1
-    """Number of parts: 2 for gate and up, 1 for a parameter that is one hub tensor."""
+    """Number of parts: 2 for gate and up, 1 for a parameter that is a single hub tensor."""
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """See `RowLayout`."""
+        """Return the same number of rows for each part."""
         return [num_rows // self.num_parts] * self.num_parts
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
-        """See `RowLayout`."""
+        """Yield the shard's share of each part."""
         rows = num_rows // self.num_parts
         for part in range(self.num_parts):
             yield Segment(part, shard * rows, (shard + 1) * rows)
@@ -67,10 +67,10 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Layout of attention: for each key head the rows of its query heads, then of the key head, then of its value head.
+    """Layout of attention, with the rows of each key head's query heads, of the key head, and of its value head.
 
-    Shards are equal ranges of these rows. If there are more shards than key heads, a shard holds a part of the rows of
-    one key head, and Megatron Core gathers the projections.
+    Shards are equal ranges of these rows. If there are more shards than key heads, a shard contains some rows of one
+    key head, and Megatron Core gathers the projections.
     """
 
     queries_per_group: int
@@ -83,11 +83,11 @@ class Grouped:
         return (self.queries_per_group * self.head_dim, self.head_dim, self.head_dim)
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """See `RowLayout`."""
+        """Return the numbers of query, key and value rows."""
         return [num_rows // sum(self._sizes) * size for size in self._sizes]
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
-        """See `RowLayout`."""
+        """Yield the rows of query, key and value heads in the shard's range."""
         first, last = shard * num_rows, (shard + 1) * num_rows
         group_rows = sum(self._sizes)
         for group in range(first // group_rows, -(-last // group_rows)):
@@ -111,21 +111,21 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a parameter, and their location in a hub tensor."""
+    """Rows of a parameter, with their location in a hub tensor."""
 
     name: str
     """Name of the hub tensor."""
     expert: int | None = None
-    """Index of the expert in the first dimension of a tensor that holds all experts of a layer; None otherwise."""
+    """Index of the expert in the first dimension of a tensor with all experts of a layer. None for other tensors."""
     share: tuple[int, int] = (0, 1)
-    """`(i, n)`: the part is share i of n equal shares of the tensor's rows, if one tensor holds gate and up."""
+    """`(i, n)` if the part is share i of n equal shares of the tensor's rows, as when one tensor has gate and up."""
     interleaved: bool = False
-    """Whether share i consists of the rows i, i + n, ... instead of adjacent rows."""
+    """Whether share i consists of rows i, i + n, ... instead of adjacent rows."""
     transposed: bool = False
-    """Whether rows of the parameter are columns of the tensor."""
+    """Whether rows of the parameter are columns of the hub tensor."""
 
     def read(self, source: TensorSource, rows: slice, columns: slice) -> Tensor:
-        """Read a range of rows of the part, and of columns if the part has two dimensions."""
+        """Read a range of rows of the part and, if the part has two dimensions, of columns."""
         index, of = self.share
         values = source.read(self.name, self.block(source.like(self.name).shape, rows, columns))
         values = values if self.expert is None else values[0]
@@ -144,13 +144,13 @@ class Part:
         return TensorBlock(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))
 
     def in_tensor(self, values: Sequence[Tensor]) -> Tensor:
-        """Return a `block` in the hub tensor's layout, from rows of the part or of each interleaved share."""
+        """Return a `block` in the hub tensor's layout, from rows of the part or of interleaved shares."""
         rows = torch.stack(list(values), dim=1).flatten(0, 1) if self.interleaved else values[0]
         rows = rows.t() if self.transposed else rows
         return rows if self.expert is None else rows[None]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a whole hub tensor, as a view."""
+        """Return the part as a view of a whole hub tensor."""
         tensor = tensor if self.expert is None else tensor[self.expert]
         tensor = tensor.t() if self.transposed else tensor
         index, of = self.share
@@ -171,22 +171,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Rule:
-    """Description of one undivided parameter, or buffer, of the whole model."""
+    """Description of one undivided parameter or buffer of the whole model."""
 
     parameter: str
-    """Name of the parameter, with numbers of layers and experts in the whole model."""
+    """Name of the parameter, with layer and expert numbers of the whole model."""
     parts: tuple[Part, ...]
     """Locations of the parameter's values in hub tensors."""
     layout: RowLayout = Stacked()
     """Order of the parts' rows in the parameter."""
     dim: int | None = None
-    """Dimension that tensor parallelism divides; None keeps the parameter whole on every rank."""
+    """Dimension that tensor parallelism divides. If None, every rank has the whole parameter."""
     expert: int | None = None
-    """Number of the expert to which the parameter belongs; None outside of experts."""
+    """Number of the parameter's expert. None outside of experts."""
     stacked_parts: tuple[Part, ...] = ()
     """Locations in files whose tensors hold all experts of a layer; used instead of `parts` for such files."""
     full_precision: bool = False
-    """Whether the parameter keeps its dtype when weights are sent in another dtype."""
+    """Whether the parameter keeps its dtype if weights are sent in another dtype."""
     copy_of_tied: bool = False
     """Whether the parameter is the last pipeline stage's copy of a tied weight, which is not exported."""
 
@@ -196,13 +196,13 @@ class Rule:
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]
 
     def columns(self, shard_shape: Sequence[int], shard: int) -> slice:
-        """Return the range of columns that a shard holds. It is empty if the parameter has one dimension."""
+        """Return the range of columns of a shard. It is empty for a parameter with one dimension."""
         width = shard_shape[1] if len(shard_shape) > 1 else 0
         first = shard * width if self.dim == 1 else 0
         return slice(first, first + width)
 
     def joined(self, index: int, shards: Sequence[Tensor]) -> Tensor:
-        """Return a whole part, joined from its rows in each shard. It is a view if its rows are adjacent in one shard.
+        """Return a whole part, joined from its rows in all shards. It is a view if its rows are adjacent in one shard.
 
         Args:
             shards: all shards of a parameter that is divided along its rows, or the whole parameter.
@@ -228,12 +228,12 @@ _TRANSFORMER_ENGINE = (
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
     (r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.local_experts.\3.\1.\2"),
 )
-"""Patterns of names in Transformer Engine's modules, and the names in Megatron Core's own modules. A module of
-Transformer Engine combines a norm and the following layer, or several experts."""
+"""Patterns of names in Transformer Engine's modules, with the names in Megatron Core's own modules. A module of
+Transformer Engine combines a norm with the following layer, or several experts."""
 
 
 def own_name(name: str) -> str:
-    """Return the name that a parameter has in Megatron Core's own modules, without Transformer Engine."""
+    """Return the parameter's name in Megatron Core's own modules, without Transformer Engine."""
     for pattern, replacement in _TRANSFORMER_ENGINE:
         name = re.sub(rf"(?<=\.){pattern}", replacement, name)
     return name

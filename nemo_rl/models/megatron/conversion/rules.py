@@ -1,4 +1,4 @@
-"""Rules that map every parameter of a whole Megatron Core model to hub tensors, and back.
+"""Define rules that map each parameter of a whole Megatron Core model to hub tensors and back.
 
 To add a family of models, add an item to `FAMILIES` that uses the functions above it. Rules use the parameter names of
 Megatron Core's own modules (`get_gpt_decoder_block_spec` without Transformer Engine). `parts` maps the names of
@@ -45,10 +45,10 @@ class Layers:
     """Rules of `self_attention`."""
     mlp: LayerRules
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
-    """Hub name of each norm of a layer, by the name in Megatron Core."""
+    """Hub name of each norm of a layer, by Megatron Core's name."""
     mtp_norms: Mapping[str, str] | None = None
-    """Hub name of each norm that a multi-token-prediction layer has outside of its transformer layer, by the name in
-    Megatron Core; None if the family has no multi-token-prediction layers."""
+    """Hub name of each norm of a multi-token-prediction layer outside of its transformer layer, by Megatron Core's
+    name. None if the family has no multi-token-prediction layers."""
 
     def of(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
         """Yield all rules of a layer."""
@@ -95,7 +95,7 @@ def _attention(
     normed_heads: bool = False,
     has_sinks: bool = False,
 ) -> Iterator[Rule]:
-    """Yield the rules of attention with grouped heads. None for a bias takes the value of the configuration."""
+    """Yield the rules of attention with grouped heads. If a bias is None, the value of the configuration is used."""
     configured = bool(getattr(config, "attention_bias", False))
     head_dim = head_size(config)
     groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim)
@@ -113,7 +113,7 @@ def _attention(
 
 
 def _latent_attention(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of multi-head latent attention, whose down projections are not divided among ranks."""
+    """Yield the rules of multi-head latent attention. Ranks do not divide its down projections."""
     biased = bool(config.attention_bias)
     if config.q_lora_rank is None:
         yield _same(f"{ours}linear_q_proj.weight", f"{theirs}q_proj.weight", dim=0)
@@ -142,7 +142,7 @@ def _gated_mlp(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rul
 
 
 def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of gated experts, stored as separate tensors or with all experts of a layer in one tensor."""
+    """Yield the rules of gated experts, stored as separate tensors or as one tensor with all experts of a layer."""
     for expert in range(num_experts):
         stack = Part(f"{theirs}experts.gate_up_proj", expert)
         for rule in _gated_mlp(None, 0, f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."):
@@ -152,7 +152,7 @@ def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
 
 
 def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of a router and experts, or of a dense layer if the configuration says so for this layer."""
+    """Yield the rules of a router with experts, or of a dense layer, as configured for this layer."""
     sparse = config.num_experts > 0 and (number + 1) % config.decoder_sparse_step == 0
     if number in config.mlp_only_layers or not sparse:
         yield from _gated_mlp(config, number, ours, theirs)
@@ -162,7 +162,7 @@ def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule
 
 
 def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of a router with correction bias, experts and shared experts. The first layers are dense."""
+    """Yield the rules of a router with correction bias, of experts and shared experts. The first layers are dense."""
     if number < config.first_k_dense_replace:
         yield from _gated_mlp(config, number, ours, theirs)
         return
@@ -174,7 +174,7 @@ def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[
 
 
 def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of a router and experts. A transposed tensor holds all experts with interleaved gate and up."""
+    """Yield the rules of a router and experts. One transposed tensor has all experts with interleaved gate and up."""
     yield _same(f"{ours}router.weight", f"{theirs}router.weight")
     yield _same(f"{ours}router.bias", f"{theirs}router.bias")
     for expert in range(config.num_local_experts):
@@ -215,16 +215,16 @@ class Rules:
     by_parameter: dict[str, Rule]
     """Rules by parameter name, in the order of the model."""
     num_layers: int
-    """Number of layers of the model, without multi-token-prediction layers."""
+    """Number of layers of the model, except multi-token-prediction layers."""
     num_mtp_layers: int
-    """Number of layers for multi-token prediction that are part of the model."""
+    """Number of multi-token-prediction layers in the model."""
     is_tied: bool
-    """Whether the head is the embedding."""
+    """Whether the head is the embedding (tied)."""
     has_scalar_head: bool
     """Whether the head is a reward model's scalar head."""
 
     def bundles(self) -> list[list[Rule]]:
-        """Return lists of rules, in model order: all experts that share a hub tensor, or a single rule."""
+        """Return lists of rules in model order. A list has all experts that share a hub tensor, or a single rule."""
         found: dict[str, list[Rule]] = {}
         for rule in self.by_parameter.values():
             if not rule.copy_of_tied:
@@ -232,15 +232,15 @@ class Rules:
         return list(found.values())
 
     def hub_names(self) -> list[str]:
-        """Return the names of all hub tensors, in the order of the bundles."""
+        """Return the names of all hub tensors, in the order of bundles."""
         return list(dict.fromkeys(part.name for bundle in self.bundles() for rule in bundle for part in rule.parts))
 
     def untrained_mtp(self, names: Iterable[str]) -> list[str]:
-        """Return those hub names that belong to multi-token-prediction layers which are not part of the model."""
+        """Return the given hub names of multi-token-prediction layers that the model does not have."""
         return [name for name, layer in _numbered(names) if layer >= self.num_layers + self.num_mtp_layers]
 
     def copies_in_mtp(self, names: Iterable[str]) -> dict[str, str]:
-        """Return those hub names that belong to copies of embedding and head in multi-token-prediction layers.
+        """Return the given hub names of copies of embedding and head in multi-token-prediction layers.
 
         Returns:
             `{name of the copy: name of the tensor that it repeats}`.
@@ -251,7 +251,7 @@ class Rules:
         return {name: repeated[suffix] for name, suffix in found.items() if suffix in repeated}
 
     def derived(self, names: Iterable[str]) -> list[str]:
-        """Return those hub names, found in old files, whose tensors can be computed from the configuration."""
+        """Return the given hub names, found in old files, whose tensors follow from the configuration."""
         return [name for name in names if _DERIVED.search(name)]
 
 
@@ -259,7 +259,7 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False, num
     """Build the rules of a model.
 
     Args:
-        has_scalar_head: whether a head with one output, whole on every rank, replaces the head for tokens.
+        has_scalar_head: whether an undivided head with one output replaces the head for tokens.
         num_mtp_layers: number of layers for multi-token prediction that are part of the model.
 
     Raises:
@@ -287,7 +287,7 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False, num
 
 
 def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield those names that belong to a layer, with the number of the layer."""
+    """Yield the names that belong to a layer, with the layer's number."""
     for name in names:
         found = _LAYER.match(name)
         if found:
@@ -295,7 +295,7 @@ def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield all hub tensors, made from whole parameters, in the order of the model.
+    """Yield all hub tensors, made from whole parameters, in model order.
 
     Args:
         read: reads a parameter by its name, once for each. At most one parameter or one layer's experts are in memory.

@@ -1,11 +1,11 @@
-"""Find in a folder's files the tensors that make up each parameter, and read them as floating-point values.
+"""Find the tensors of each parameter in a folder's files, and read them as floating-point values.
 
-`sources` finds the tensors. Invariant: every tensor of the files belongs to a parameter or is left out by a rule, and
-every parameter has its tensors; otherwise an error names the tensors that do not fit.
+`sources` finds the tensors. Invariant: every tensor of the files belongs to a parameter or is excluded by a rule, and
+every parameter has its tensors. Otherwise an error names the tensors that do not fit.
 
 `DequantizedFiles` reads files with 8-bit or 4-bit weights as floating-point values, which training needs. DeepSeek-V3
-is published in float8 with one factor per block of 128 x 128 values, and GPT-OSS with experts in MXFP4. Invariant: only
-the blocks that overlap a requested part are read, and the values are those of the dequantisation in `transformers`.
+is published in float8 with one scale per block of 128 x 128 values, and GPT-OSS with MXFP4 experts. Invariant: only the
+blocks that overlap a requested part are read, and the values are those of the dequantisation in `transformers`.
 
 The module does not import megatron.
 """
@@ -30,7 +30,7 @@ _SHOWN = 5
 
 
 def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[Part, ...]]:
-    """Return the parts in these files of each parameter, except for a scalar head that the files do not have.
+    """Return the parts of each parameter in these files, except for a scalar head that the files do not contain.
 
     Raises:
         CheckpointError: a tensor is missing or unknown, or a tied head is not the embedding.
@@ -66,7 +66,7 @@ def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[P
 
 
 def _stored_parts(rule: Rule, names: set[str]) -> tuple[Part, ...]:
-    """Return the parts of a rule that the files hold: `stacked_parts` if the files have their tensors, else `parts`."""
+    """Return the parts of a rule in the files: `stacked_parts` if the files have these tensors, or else `parts`."""
     stacked = bool(rule.stacked_parts) and all(part.name in names for part in rule.stacked_parts)
     return rule.stacked_parts if stacked else rule.parts
 
@@ -88,7 +88,7 @@ def _require_copy(files: TensorFiles, copy: str, repeated: str) -> None:
 
 
 def listed(title: str, names: Iterable[str]) -> str:
-    """Return a title and the first names as a sentence, or an empty text if there are no names."""
+    """Return a title and the first names as a sentence, or an empty text without names."""
     found = sorted(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{title}{', '.join(found[:_SHOWN])}{more}." if found else ""
@@ -98,17 +98,17 @@ _FACTORS = "_scale_inv"
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
 _BLOCK_SIZE = (128, 128)
 _MXFP4_SIZE = 32
-"""Number of values that share an exponent (OCP Microscaling Formats 1.0, section 5.2)."""
+"""Number of values with a common exponent (OCP Microscaling Formats 1.0, section 5.2)."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the 16 codes of 4 bits (section 5.3.3)."""
+"""Values of the 16 4-bit codes (section 5.3.3)."""
 _EXPONENT_BIAS = 127
 
 
 class DequantizedFiles(TensorFiles):
-    """Reads tensors of files by the names of weights, and hides the tensors of quantization scales.
+    """Read tensors of files as dequantized weights, without the tensors of scales.
 
     Args:
-        files: see `TensorFiles`.
+        files: as in `TensorFiles`.
         hf_config: configuration of the model; `quantization_config.weight_block_size` is the size of float8 blocks.
         file_of: see `TensorFiles`.
     """
@@ -133,7 +133,7 @@ class DequantizedFiles(TensorFiles):
         yield from self._mxfp4
 
     def like(self, name: str) -> Tensor:
-        """See `TensorFiles`. Dequantised tensors are float32."""
+        """Return a meta tensor of the stored shape. Dequantised tensors are float32."""
         if name in self._mxfp4:
             experts, rows, groups, half = super().like(name + _BLOCKS).shape
             return torch.empty(experts, groups * half * 2, rows, device="meta")
@@ -156,7 +156,7 @@ class DequantizedFiles(TensorFiles):
         return values * super().read(name + _FACTORS).float()[rows][:, columns]
 
     def _from_mxfp4(self, name: str, block: TensorBlock) -> Tensor:
-        """Read `[experts, columns, rows]`. Files hold `[experts, rows, groups, 16]` bytes, two columns per byte."""
+        """Read `[experts, columns, rows]` from `[experts, rows, groups, 16]` bytes, which hold two columns per byte."""
         (expert, column, row), (experts, columns, rows) = block.starts, block.shape
         group, skipped = divmod(column, _MXFP4_SIZE)
         groups = TensorBlock((expert, row, group), (experts, rows, -(-(column + columns) // _MXFP4_SIZE) - group))

@@ -1,1 +1,1 @@
-"""Megatron Core models: model families, layers and their specification, and the models that a rank holds."""
+"""Build Megatron Core models: families, layers and their specification, and the model of a rank."""

@@ -1,8 +1,8 @@
 """Build the GPTModels of one rank, one for each virtual pipeline stage.
 
-`families` gives the fields that the architecture fixes, the section `policy.megatron_cfg` gives the user's choices, and
-Megatron Core's parallel state gives this rank's part of the model. Invariant: fusions and kernels that are not
-installed are ignored, so that one section works with and without Transformer Engine. An option that changes numeric
+`families` provides the fields that the architecture determines, the section `policy.megatron_cfg` the user's choices,
+and Megatron Core's parallel state this rank's part of the model. Invariant: settings of fusions and kernels that are
+not installed are ignored, so that a section works with and without Transformer Engine. An option that changes numeric
 results is never ignored.
 """
 
@@ -33,7 +33,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def require_packed_attention(chosen: str | None, capability: tuple[int, int], *, has_flash_attn: bool) -> None:
-    """Refuse packed rows on a GPU on which Transformer Engine has no attention kernel for packed rows.
+    """Refuse packed rows on a GPU without an attention kernel of Transformer Engine for them.
 
     Its fused kernels (cuDNN) support packed rows from compute capability 9.0 on, but not on 12.x. Its unfused kernels
     do not support packed rows. FlashAttention 2 supports packed rows from compute capability 8.0 on.
@@ -78,8 +78,8 @@ def build_chunks(
         options: the section `policy.megatron_cfg`.
         precision: dtype of the weights.
         device: device of the weights. A GPU must be the current one.
-        seed: seed of the weights, which are initialized if `model_overrides.perform_initialization` is set.
-        trains: whether to refuse options with which gradients would be wrong.
+        seed: seed of the weights. They are initialized if `model_overrides.perform_initialization` is set.
+        trains: whether to refuse options that lead to wrong gradients.
 
     Returns:
         One unwrapped model for each virtual stage, in order.
@@ -117,7 +117,7 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 def transformer_config(
     family: Family, hf_config: PretrainedConfig, options: MegatronConfig, precision: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Build Megatron Core's configuration of a model (see `build_chunks`)."""
+    """Build Megatron Core's configuration of a model (`build_chunks`)."""
     fields = family.transformer_fields(hf_config)
     fields |= _sharding(options) | _precision(precision) | _recomputation(options)
     if "num_moe_experts" in fields:
@@ -147,11 +147,11 @@ def _sharding(options: MegatronConfig) -> dict[str, Any]:
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        "variable_seq_lengths": pp > 1,  # one stage sends nothing, and the allgather dispatcher does not accept True
-        # Even for a model without experts, Megatron Core's default dispatcher does not accept variable lengths.
+        "variable_seq_lengths": pp > 1,  # the allgather dispatcher does not accept True
+        # # Megatron Core's default dispatcher does not accept variable lengths, even for a model without experts.
         "moe_token_dispatcher_type": "alltoall",
-        # Batched messages are matched by their order. With two interleaved stages the previous and the next stage are
-        # the same rank, so a rank could take hidden states for gradients.
+        # # Batched messages are matched by their order. With two interleaved stages, the previous and the next stage
+        # are the same rank, so a rank could mistake hidden states for gradients.
         "batch_p2p_comm": False,
     }
 
@@ -163,7 +163,7 @@ def _precision(precision: torch.dtype) -> dict[str, Any]:
         "bf16": precision is torch.bfloat16,
         "fp16": precision is torch.float16,
         "attention_softmax_in_fp32": True,
-        "calculate_per_token_loss": True,  # losses are already divided by the counts of the whole batch
+        "calculate_per_token_loss": True,  # losses are already divided by global counts
     }
 
 
@@ -178,7 +178,7 @@ def _recomputation(options: MegatronConfig) -> dict[str, Any]:
 def _kernels(
     options: MegatronConfig, device: torch.device, fields: dict[str, Any], rotary: Rotary | None
 ) -> dict[str, Any]:
-    """Return the fields of fused kernels that are installed and asked for, and of the initialization."""
+    """Return the fields of fused kernels that are installed and configured, and of the initialization."""
     on_gpu = device.type == "cuda"
     engine = uses_transformer_engine(options, device)
     if options.transformer_impl == "transformer_engine" and not engine:
@@ -186,8 +186,8 @@ def _kernels(
             "policy.megatron_cfg.transformer_impl=transformer_engine needs a GPU and the package transformer-engine. "
             "Install it (uv sync --extra transformer-engine), or leave the key out for the layers that need neither."
         )
-    # Transformer Engine's fused rotation supports no factor on sine and cosine. The one of latent attention supports
-    # only YaRN.
+    # # Transformer Engine's fused rotation supports no factor on sine and cosine. The rotation of latent attention
+    # supports only YaRN.
     fused_rotary = fields.get("rope_type") == "yarn" if rotary is None else rotary.scaling == 1.0
     kernels = {
         "transformer_impl": "transformer_engine" if engine else "local",
@@ -233,14 +233,14 @@ def _further_layers(options: MegatronConfig) -> dict[str, Any]:
 
 
 def _has_fused_gradients() -> bool:
-    """Return True if APEX's extension, which fused gradients need, is installed, and raise an error otherwise."""
+    """Return True if APEX's extension for fused gradients is installed. Otherwise raise an error."""
     if find_spec(FUSED_GRADIENTS) is None:
         raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys="policy.megatron_cfg"))
     return True
 
 
 def _routing(hf_config: PretrainedConfig, options: MegatronConfig) -> dict[str, Any]:
-    """Return the routing fields that are configured. For others the family's or Megatron Core's value is used."""
+    """Return the configured routing fields. For other fields, the family's or Megatron Core's value is used."""
     coefficient = options.moe_aux_loss_coeff
     asked = {
         "moe_router_dtype": options.moe_router_dtype,
@@ -263,7 +263,7 @@ def _checked_overrides(overrides: dict[str, Any], kind: type[TransformerConfig])
 
 
 def _refuse_wrong_gradients(config: TransformerConfig) -> None:
-    """Refuse a combination of options that Megatron Core would silently train with wrong gradients."""
+    """Refuse options that Megatron Core would silently train with wrong gradients."""
     tp = config.tensor_model_parallel_size
     if config.multi_latent_attention and tp > 1 and not config.sequence_parallel:
         raise ConfigError(
@@ -298,7 +298,7 @@ def _build(
         _set_rotary(model, rotary)
     _reduce_experts_once(model)
     if scale is not None and model.pre_process:
-        # Rounded as in transformers, which multiplies by a tensor of the weights' dtype.
+        # # The factor is rounded as in transformers, which multiplies by a tensor of the weights' dtype.
         rounded = torch.tensor(scale).to(config.params_dtype).item()
         model.embedding.register_forward_hook(partial(_scaled, rounded))
     return model
@@ -312,10 +312,10 @@ def _set_rotary(model: GPTModel, rotary: Rotary) -> None:
 
 
 def _reduce_experts_once(model: GPTModel) -> None:
-    """Exclude gradients of experts from the sum over tensor-parallel ranks that sequence parallelism needs.
+    """Exclude gradients of experts from the sum over tensor-parallel ranks in sequence parallelism.
 
     Megatron Core marks the biases of experts for this sum, although their gradients are already summed over the ranks
-    that hold the same experts.
+    of the same experts.
     """
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:

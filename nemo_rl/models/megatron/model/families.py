@@ -1,7 +1,7 @@
-"""Model families of the Megatron backend, which translate Hugging Face configurations into fields of Megatron Core.
+"""Translate Hugging Face configurations into fields of Megatron Core, by model family.
 
-The module does not import megatron, so that the controller can refuse a model before any worker starts. Invariant: if
-Megatron Core cannot express a model, an error names the field of the configuration; the model is never approximated.
+The module does not import megatron, so that the controller can refuse a model before any worker starts. Invariant: a
+model that Megatron Core cannot express is never approximated. An error names the field of the configuration.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ _SCALED_BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class LayerTraits:
-    """Traits of a family's layers that Megatron Core's configuration cannot describe."""
+    """Traits of a family's layers that Megatron Core's configuration cannot express."""
 
     output_norms: bool = False
     """Whether outputs of attention and MLP are normalised before they are added to the residual stream."""
     two_rotaries: bool = False
-    """Whether layers with a sliding window have other rotary frequencies than layers without."""
+    """Whether layers with a sliding window have other rotary frequencies than layers without one."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Rotary:
     """Rotary position embedding."""
 
     frequencies: Tensor
-    """`[D / 2]` float32, radians per token. `[D]` if layers differ: first the frequencies of windowed layers."""
+    """`[D / 2]` float32, radians per token. `[D]` if layers differ, with the frequencies of windowed layers first."""
     scaling: float = 1.0
-    """Factor on sine and cosine."""
+    """Factor of sine and cosine."""
 
 
 class Family:
-    """Translates the configurations of models that share an architecture."""
+    """Interface that translates the configurations of models with a common architecture."""
 
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in transformers."""
@@ -70,7 +70,7 @@ class Family:
         return rotary_of(hf_config)
 
     def embedding_scale(self, hf_config: PretrainedConfig) -> float | None:
-        """Return the factor on the token embeddings, or None for no factor."""
+        """Return the factor of the token embeddings, or None if there is none."""
         return None
 
 
@@ -99,7 +99,7 @@ def window_fields(window: int | None, windowed: Sequence[bool]) -> dict[str, Any
     """Return the fields of sliding windows.
 
     Args:
-        window: number of keys that a query sees, including the key of its own token; None means all.
+        window: number of keys that a query sees, including the key of its own token; None if it sees all.
         windowed: whether each layer has the window.
     """
     if window is None or not any(windowed):
@@ -108,7 +108,7 @@ def window_fields(window: int | None, windowed: Sequence[bool]) -> dict[str, Any
 
 
 def windowed_layers(hf_config: PretrainedConfig) -> list[bool]:
-    """Return for each layer of a model with `layer_types` whether it has a sliding window."""
+    """Return whether each layer of a model with `layer_types` has a sliding window."""
     require(
         hf_config,
         "layer_types",
@@ -122,7 +122,7 @@ def windowed_layers(hf_config: PretrainedConfig) -> list[bool]:
 
 
 def require_choice(hf_config: PretrainedConfig, experts: int, *, normalised: bool) -> None:
-    """Refuse a number of experts per token that the router cannot choose, or with which it cannot be trained.
+    """Refuse a number of experts per token that the router cannot choose or that prevents its training.
 
     Args:
         hf_config: Hugging Face configuration of the model.
@@ -149,7 +149,7 @@ def require_no_biases(hf_config: PretrainedConfig, *fields: str) -> None:
 
 
 def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rotary:
-    """Return the rotary frequencies of transformers. Megatron Core has fixed constants for some kinds of scaling.
+    """Return the rotary frequencies as transformers computes them. Megatron Core has fixed constants for some scalings.
 
     Args:
         hf_config: Hugging Face configuration of the model.
@@ -173,10 +173,10 @@ def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rot
 
 
 def require(hf_config: PretrainedConfig, field: str, holds: bool, reason: str) -> None:
-    """Refuse a model because of a field of its configuration if a condition does not hold.
+    """Refuse a model because of a field of its configuration, if a condition is false.
 
     Raises:
-        ConfigError: the condition does not hold; the message names the field and the reason.
+        ConfigError: the condition is false; the message names the field and the reason.
     """
     if not holds:
         value = getattr(hf_config, field, None)
@@ -188,7 +188,7 @@ def require(hf_config: PretrainedConfig, field: str, holds: bool, reason: str) -
 
 
 class Llama(Family):
-    """Llama 2 and 3, with any scaling of the rotary frequencies that does not depend on the sequence length."""
+    """Llama 2 and 3, with any scaling of rotary frequencies that does not depend on the sequence length."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
 
@@ -239,7 +239,7 @@ class Qwen3(Family):
 
 
 class Qwen3Moe(Family):
-    """Qwen3-MoE, with a softmax over the chosen experts (`norm_topk_prob`) or over all experts before the choice."""
+    """Qwen3-MoE, with a softmax over the chosen experts (`norm_topk_prob`) or over all experts."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
 
@@ -274,7 +274,7 @@ _EPS_OF_LATENT_NORMS = 1e-6
 
 
 class DeepseekV3(Family):
-    """DeepSeek-V3 and R1: multi-head latent attention, and experts chosen by groups with a correction bias."""
+    """DeepSeek-V3 and R1, with multi-head latent attention, and experts chosen by groups with a correction bias."""
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
 
@@ -383,7 +383,7 @@ _gelu = partial(F.gelu, approximate="tanh")
 
 
 class Gemma3(Family):
-    """Text models of Gemma 3, and the text part of its other models if that part is saved as `gemma3_text`."""
+    """Text models of Gemma 3, and the text part of its other models if it is saved as `gemma3_text`."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
     traits: ClassVar[LayerTraits] = LayerTraits(output_norms=True, two_rotaries=True)
@@ -409,7 +409,7 @@ class Gemma3(Family):
         )
 
     def rotary(self, hf_config: PretrainedConfig) -> Rotary:
-        """Return the frequencies of windowed layers and of the other layers."""
+        """Return the frequencies of windowed layers and of all other layers."""
         both = [rotary_of(hf_config, layer_type) for layer_type in ("sliding_attention", "full_attention")]
         unscaled = all(rotary.scaling == 1.0 for rotary in both)
         require(hf_config, "rope_parameters", unscaled, "sine and cosine are not scaled")
@@ -429,7 +429,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 class GptOss(Family):
-    """GPT-OSS, whose MLP limits the gate from above and `up` on both sides, and adds 1 to `up` before gating."""
+    """GPT-OSS, whose MLP limits gate from above and `up` on both sides, and adds 1 to `up` before gating."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
 
@@ -460,7 +460,7 @@ __all__ = ["FAMILIES", "MODEL_TYPES", "Family", "LayerTraits", "Rotary", "family
 
 FAMILIES: tuple[Family, ...] = (Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe(), DeepseekV3(), Gemma3(), GptOss())
 MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))
-"""Supported values of `model_type` in `config.json`; `conversion.rules` has rules for each of them."""
+"""Supported values of `model_type` in `config.json`. `conversion.rules` has rules for each value."""
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:

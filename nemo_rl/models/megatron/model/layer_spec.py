@@ -1,4 +1,4 @@
-"""Choose the layer specification of a model: Transformer Engine's or a portable one.
+"""Choose the layer specification of a model: that of Transformer Engine or a portable one.
 
 Invariant: all layers of a model use the same specification. Both have the same parameters. If Transformer Engine fuses
 a norm into the next linear layer, the norm's weight has another name (`conversion` handles both).
@@ -62,7 +62,7 @@ def choose_spec(
 def mtp_spec(
     config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Build the specification of the stage's multi-token-prediction layers, or return None if it has none.
+    """Build the specification of the stage's multi-token-prediction layers. Return None if it has no such layers.
 
     Args:
         layers: specification of the stage's layers; multi-token-prediction layers repeat the last one.
@@ -95,11 +95,11 @@ def _make_portable(layer: Any) -> None:
 
 
 _NORMS_OF = {"linear_q_up_proj": "q_layernorm", "linear_kv_up_proj": "kv_layernorm"}
-"""Name of each norm inside attention, by the name of the linear layer that follows it."""
+"""Name of each norm in attention, by the name of the linear layer that follows it."""
 
 
 def _separate_norms(layer: Any, norm: Any, fused: Any, linear: Any) -> None:
-    """Replace each linear layer that has a fused norm by a separate norm and a plain linear layer."""
+    """Replace each linear layer with a fused norm by a separate norm and a plain linear layer."""
     attention = layer.self_attention.submodules
     if getattr(attention, "linear_qkv", None) is fused:
         attention.linear_qkv, layer.input_layernorm = linear, norm

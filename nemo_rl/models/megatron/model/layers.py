@@ -1,4 +1,4 @@
-"""Layers that Megatron Core lacks: attention in torch, linear layers, norms.
+"""Define layers that Megatron Core lacks: attention in torch, linear layers and norms.
 
 `PortableAttention` is core attention for machines without Transformer Engine. Megatron Core's own `DotProductAttention`
 supports neither packed rows nor context parallelism, nor values that are narrower than keys. Invariant: token i of a
@@ -11,8 +11,8 @@ mask (`megatron.core.utils.get_batch_on_this_cp_rank`). Packed sequences are cut
 
 `PortableLatentAttention` is multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with correct
 gradients under sharding. Megatron Core's spec without Transformer Engine divides the two down projections over the
-tensor-parallel ranks. One of them computes the rotary part of the key for the heads of all ranks, but in the backward
-pass each rank keeps only the gradient of its own heads. Here every rank has the whole down projections, as with
+tensor-parallel ranks. One projection computes the rotary part of the key for the heads of all ranks, but in the
+backward pass each rank keeps only the gradient of its own heads. Here every rank has the whole down projections, as in
 Transformer Engine. Under sequence parallelism a rank projects its own tokens and gathers the rotary keys, whose
 gradients are summed in the backward pass. Partial gradients of the weights are summed over the ranks, as for norms.
 """
@@ -43,15 +43,15 @@ from nemo_rl.models.attention import AttentionPlan, PackedRow, Piece, Scoring, a
 from nemo_rl.models.attention.kernels import CachedPass
 
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Cache of divided rows by the tensor of their boundaries, which is the same object for all layers of a microbatch."""
+"""Cache of divided rows by the tensor of their boundaries. All layers of a microbatch have the same tensor object."""
 
 
 @dataclass(frozen=True)
 class MegatronDividedRow:
-    """Attention plan and token order of a row that context-parallel ranks divide, for one rank."""
+    """Attention plan and token order of a row that context-parallel ranks divide, as one rank needs them."""
 
     plan: AttentionPlan
-    """Pieces of attention of this rank's queries over the keys of the whole row."""
+    """Pieces of attention of this rank's queries, with the keys of the whole row."""
     order: Tensor
     """`[T]` int64: index of each token of the row in the concatenated parts of all ranks."""
 
@@ -64,7 +64,7 @@ class MegatronDividedRow:
 
 @lru_cache(maxsize=16)
 def divided_row(length: int, ranks: int, rank: int, device: torch.device) -> MegatronDividedRow:
-    """Divide a row that is one sequence. `length` is the number of its tokens on all ranks together."""
+    """Divide a row that is one sequence. `length` is its number of tokens on all ranks together."""
     return _divide([0, length], ranks, rank, device)
 
 
@@ -98,19 +98,19 @@ def _divide(bounds: Sequence[int], ranks: int, rank: int, device: torch.device) 
 
 
 def parameter_device(config: TransformerConfig) -> torch.device:
-    """Return the device on which Megatron Core makes the parameters of a model with this configuration."""
+    """Return the device of the parameters of a Megatron Core model with this configuration."""
     return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
 
 
 class RMSNorm(nn.Module):
-    """Normalisation `x / rms(x) * w`, or `x / rms(x) * (1 + w)` if the configuration centres the weight at zero.
+    """Normalise to `x / rms(x) * w`, or to `x / rms(x) * (1 + w)` if the weight is centred at zero.
 
     The norm computes in float32 or wider and rounds where transformers does: before the product with `w`, or after the
     product with `1 + w`. Under sequence parallelism each rank normalises its own tokens and has a partial gradient of
     the weight. Megatron Core sums it over the tensor-parallel ranks, because the parameter is marked for this.
 
     Args:
-        config: gives the dtype of the weight, sequence parallelism, and whether the weight is centred at zero.
+        config: sets the dtype of the weight, sequence parallelism, and whether the weight is centred at zero.
         hidden_size: width of the input.
         eps: added to the mean square.
     """
@@ -134,7 +134,7 @@ class RMSNorm(nn.Module):
 class PortableAttention(MegatronModule):
     """Causal attention of one tensor-parallel rank's heads over padded, packed or divided rows.
 
-    The arguments are those with which Megatron Core's attention layers build their core attention. Attention sinks
+    Megatron Core's attention layers build their core attention with these arguments. Attention sinks
     (`softmax_type="learnable"`) are the parameter `softmax_offset`, `[heads of the rank]`, as in Transformer Engine.
     """
 
@@ -188,8 +188,8 @@ class PortableAttention(MegatronModule):
             query: `[t, b, H, D]`, or packed `[t, H, D]`.
             key: `[t, b, H_kv, D]`, or packed.
             value: `[t, b, H_kv, D_v]`, or packed.
-            attention_mask: the `CachedPass` of an engine, whose cache holds earlier tokens. A tensor is ignored,
-                because the mask is always causal, and right-padded rows need no other mask.
+            attention_mask: the `CachedPass` of an engine, whose cache has earlier tokens. A tensor is ignored: the mask
+                is always causal, and right-padded rows need no other mask.
             attn_mask_type: causal.
             attention_bias: must be None.
             packed_seq_params: starts of the packed sequences; None for padded rows.
@@ -232,7 +232,7 @@ class PortableAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the sharded state: the attention sinks, divided over the tensor-parallel ranks."""
+        """Return the sharded state, which consists of the attention sinks divided over tensor-parallel ranks."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -245,22 +245,22 @@ class PortableAttention(MegatronModule):
 
 
 class TwoRotaryAttention(SelfAttention):
-    """Self-attention with different rotary frequencies in windowed layers and other layers, as in Gemma 3.
+    """Self-attention with different rotary frequencies in windowed layers and in other layers, as in Gemma 3.
 
     The model's rotary embedding has both sets of frequencies, first those of windowed layers. Each layer selects one.
     """
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """See `SelfAttention`. Here `rotary_pos_emb` is `[T, 1, 1, 2 * D]`."""
+        """Compute self-attention (`SelfAttention`), where `rotary_pos_emb` is `[T, 1, 1, 2 * D]`."""
         config = self.config
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
-        # Megatron Core repeats the frequencies: [windowed, full, windowed, full], each of D / 2.
+        # # Megatron Core repeats the frequencies to [windowed, full, windowed, full], each of width D / 2.
         own = rotary_pos_emb.unflatten(-1, (2, 2, -1))[..., 0 if windowed else 1, :].flatten(-2)
         return super().forward(*args, rotary_pos_emb=own, **kwargs)
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear layer without bias that is whole on every tensor-parallel rank.
+    """A linear layer without bias that tensor-parallel ranks do not divide.
 
     Args:
         inputs: width of the input.
@@ -279,12 +279,12 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Map `[..., inputs]` to `[..., outputs]`, and return None as the bias, as Megatron Core's linear layers do."""
+        """Map `[..., inputs]` to `[..., outputs]`. Return None as the bias, as Megatron Core's linear layers do."""
         return F.linear(x, self.weight), None
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """A row-parallel layer of an expert whose bias may be added to its output in place.
+    """A row-parallel layer of an expert whose output supports an in-place addition of the bias.
 
     If one rank holds a whole expert, Megatron Core's layer returns the output of a custom autograd function that shares
     its input's storage, and autograd forbids in-place changes of such an output.
@@ -298,7 +298,7 @@ class ExpertRowParallelLinear(RowParallelLinear):
 
 @cache
 def with_output_norm(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
-    """Return a class of linear layers with a norm on the output, as in Gemma 3 before the residual addition.
+    """Return a class of linear layers with a norm on their output, as in Gemma 3 before the residual addition.
 
     Args:
         linear: a row-parallel linear class of Megatron Core or Transformer Engine.
@@ -321,11 +321,11 @@ def with_output_norm(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
 
 
 class PortableLatentAttention(MLASelfAttention):
-    """`MLASelfAttention` in which every rank has the whole down projections (see the module docstring)."""
+    """`MLASelfAttention` with undivided down projections."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        # The constructor accepts no other class for these two layers, so they are replaced afterwards.
+        # # The constructor accepts no other class for these two layers, so they are replaced after it.
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
         latent_and_rotary = config.kv_lora_rank + config.qk_pos_emb_head_dim
@@ -333,11 +333,11 @@ class PortableLatentAttention(MLASelfAttention):
 
 
 _COPIES = "_fp8_workspaces"
-"""Attribute of Transformer Engine's layers that holds float8 copies of weights, made in the first pass of an update."""
+"""Attribute of Transformer Engine's layers with float8 copies of weights, made in the first pass of an update."""
 
 
 def free_float8_copies(chunks: Iterable[nn.Module]) -> None:
-    """Free the float8 copies of weights. The next forward pass makes new ones."""
+    """Free the float8 copies of weights. The next forward pass makes new copies."""
     for chunk in chunks:
         for module in chunk.modules():
             getattr(module, _COPIES, {}).clear()

@@ -1,8 +1,8 @@
-"""Check before Ray starts that Megatron Core can express a model and accepts the options for it.
+"""Check before Ray starts that Megatron Core can express a model and accepts its options.
 
 The module reads configurations and the source of Megatron Core's configuration classes, and does not import megatron.
-Invariant: if ranks would refuse a model or an option on every machine, this module reports it, with the same message or
-a better one.
+Invariant: a model or option that ranks would refuse on every machine is refused here, with the same message or a better
+one.
 """
 
 import ast
@@ -25,7 +25,7 @@ _FIXED = (
     *("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm"),
     *("mtp_detach_heads", "mtp_loss_scaling_factor", "mtp_num_layers", "mtp_use_repeated_layer"),
 )
-"""Fields that cannot be overridden, because `schedule` and `mtp` rely on their values."""
+"""Fields that cannot be overridden, because `schedule` and `mtp` depend on their values."""
 _OF_THE_WEIGHTS = (
     "num_layers",
     "hidden_size",
@@ -44,7 +44,7 @@ _OF_THE_WEIGHTS = (
 """Fields that cannot be overridden, because they determine the names and shapes of the weights."""
 _SOURCES = ("model_parallel_config.py", "transformer/transformer_config.py")
 _KERNEL_CHOICES = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
-"""Values of `_KERNEL_VARIABLES` that Megatron Core expects for each `attention_backend`."""
+"""Values of `_KERNEL_VARIABLES` that Megatron Core requires for each `attention_backend`."""
 _KERNEL_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
@@ -66,7 +66,7 @@ def check_expressible(model: PretrainedConfig) -> dict[str, Any]:
 
 
 def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
-    """Yield the options that do not exist, that do not apply to a model, or that contradict it.
+    """Yield the options that do not exist, do not apply to a model, or contradict it.
 
     Args:
         keys: name of the section, such as `policy.megatron_cfg`.
@@ -86,7 +86,7 @@ def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -
 
 
 def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Findings:
-    """Yield the reasons why multi-token prediction cannot be trained, if it is configured.
+    """Yield the reasons why the configured multi-token prediction, if any, cannot be trained.
 
     Args:
         section: name of the section, such as `policy`.
@@ -114,12 +114,12 @@ def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Fi
 
 
 def check_overrides(keys: str, overrides: Collection[str], known: Collection[str], kind: str) -> Findings:
-    """Check that overrides are fields of Megatron Core's configuration, and that they may be changed.
+    """Check that overrides are fields of Megatron Core's configuration and may be changed.
 
     Args:
         keys: name of the section, such as `policy.megatron_cfg`.
         overrides: names of the fields in `model_overrides`.
-        known: fields of the configuration class; empty if they are not known.
+        known: fields of the configuration class; empty if they are unknown.
         kind: name of the configuration class.
     """
     for name in overrides:
@@ -137,7 +137,7 @@ def check_overrides(keys: str, overrides: Collection[str], known: Collection[str
 
 @cache
 def _fields_of(kind: str) -> Collection[str]:
-    """Read a dataclass's field names from Megatron Core's source, or return none if it is not installed."""
+    """Read a dataclass's field names from Megatron Core's source. Return none if it is not installed."""
     package = importlib.util.find_spec("megatron")
     folders = [] if package is None else list(package.submodule_search_locations or ())
     sources = [Path(folder) / "core" / name for folder in folders for name in _SOURCES]
@@ -181,7 +181,7 @@ def _check_recomputation(keys: str, asked: MegatronConfig, fields: Mapping[str, 
 
 
 def _check_routing(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
-    """Check that the routing options contradict neither each other nor the model."""
+    """Check that routing options do not contradict each other or the model."""
     if asked.moe_router_enable_expert_bias and fields["moe_router_score_function"] == "softmax":
         yield (
             f"{keys}.moe_router_enable_expert_bias=true needs routing by sigmoids, and this model routes by a softmax. "

@@ -1,4 +1,4 @@
-"""Train the layers for multi-token prediction (MTP), which predict tokens after the next one.
+"""Train multi-token-prediction (MTP) layers, which predict the tokens after the next token.
 
     GPTModel ─► hidden states ─► policy's scores
                      └─► MTP layers, with the embeddings of the following tokens ─► loss ─► gradients
@@ -28,7 +28,7 @@ from nemo_rl.models.megatron.inputs import FurtherTokens, RankInputs
 
 
 class MTPModel(GPTModel):
-    """A GPTModel that passes the hidden states of its MTP layers to the output processor if they are trained.
+    """A GPTModel that passes the hidden states of its MTP layers to the output processor if these layers are trained.
 
     Megatron Core's own MTP loss is not used: its scale depends on the microbatches, and it needs all logits at once.
     """
@@ -80,7 +80,7 @@ class MTPLoss:
 
     Args:
         section: `policy.megatron_cfg`, with MTP layers.
-        head_options: see `RowScorer`.
+        head_options: as in `RowScorer`.
     """
 
     def __init__(self, section: MegatronConfig, head_options: dict[str, Any], device: torch.device) -> None:
@@ -103,11 +103,11 @@ class MTPLoss:
     def attached(
         self, hidden_kD: Tensor, states: Sequence[Tensor], weight_VD: Tensor, further: Sequence[FurtherTokens]
     ) -> Tensor:
-        """Compute the MTP loss, and return the policy's hidden states with the loss attached to their backward pass.
+        """Compute the MTP loss. Return the policy's hidden states, with the loss attached to their backward pass.
 
         Args:
             hidden_kD: the policy's hidden states at the scored positions.
-            states: for each depth, the hidden states `[n, D]` from which the layer predicts.
+            states: for each depth, the hidden states `[n, D]` from which the layer makes predictions.
             weight_VD: weight of the output head, or this rank's rows of it.
             further: the tokens of each depth.
         """
@@ -124,7 +124,7 @@ class MTPLoss:
         return loss / self._counts_D[depth].clamp(min=1).to(loss.dtype)
 
     def end_update(self) -> dict[str, float]:
-        """Return the metrics of the update, equal on all ranks, in a collective call."""
+        """Return the metrics of the update, equal on all ranks. The call is collective."""
         sums = self._sums_D2.clone()
         for group in (self._tokens, self._stages):
             dist.all_reduce(sums, group=group)

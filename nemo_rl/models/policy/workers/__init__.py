@@ -1,1 +1,1 @@
-"""The processes that hold the policy's weights, one per rank."""
+"""Run the processes that hold the policy's weights, one per rank."""

@@ -1,7 +1,7 @@
 """Count the work of a policy in a step, so that a run can report its throughput.
 
 `rank_calls` counts each pass over rows and measures its time. `algorithms.runtime.throughput` takes the counts once a
-step. Invariant: a row counts with its own length, without padding and filler rows.
+step. Invariant: rows are counted with their own lengths, without padding. Filler rows are not counted.
 """
 
 import logging
@@ -24,7 +24,7 @@ from nemo_rl.models.training.low_rank import select_modules
 logger = logging.getLogger(__name__)
 
 _NOT_COUNTED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError)
-"""Errors of architectures that transformers cannot make from their configuration, or that lack common fields."""
+"""Errors of architectures that transformers cannot build from their configuration, or that lack common fields."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class PassCosts:
     device: str | None
     """Name of the GPU. None for a CPU."""
     reason: str = ""
-    """Why the number of operations is unknown. Empty if it is known."""
+    """Reason why the number of operations is unknown. Empty if it is known."""
     is_failure: bool = False
-    """Whether the request failed, so that another attempt may succeed."""
+    """Whether the request failed in a way that another attempt may succeed."""
 
 
 def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
     """Return the costs of a model's passes.
 
-    Adapters of the Megatron backend are counted as if they were on all linear layers. The names of its layers cannot be
-    compared, and adapters have a small share of the operations.
+    Adapters of the Megatron backend are counted for all linear layers, because its layer names cannot be compared.
+    Their share of the operations is small.
     """
     name = None if device.type == "cpu" else device_name(device)
     lora, peft = config.dtensor_cfg.lora_cfg, config.megatron_cfg.peft
@@ -70,7 +70,7 @@ def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
 type PassKind = Literal["training", "scoring"]
 
 _MOST_ATTEMPTS = 3
-"""Largest number of attempts to get the costs. An attempt may take long to fail, so they are few."""
+"""Largest number of attempts to get the costs. It is small, because a failing attempt may take long."""
 
 
 @dataclass
@@ -78,12 +78,12 @@ class PassWork:
     """The passes of one kind."""
 
     lengths: Counter[int] = field(default_factory=Counter)
-    """Number of rows of each length, over all passes. Its memory does not grow with the number of passes, so a model
-    whose counts are never taken, such as a teacher, needs no more memory in longer runs."""
+    """Number of rows of each length, over all passes. It does not grow with the number of passes, so a model whose
+    counts are never taken, such as a teacher, needs no more memory in longer runs."""
     seconds: float = 0.0
     """Seconds that the passes took."""
     shared_tokens: int = 0
-    """Number of these tokens that were not computed, because another row of their microbatch has the same tokens."""
+    """Number of these tokens that were not computed because another row of their microbatch has them too."""
 
     @property
     def tokens(self) -> int:
@@ -92,11 +92,11 @@ class PassWork:
 
 
 class WorkCount:
-    """The passes of a policy since they were last taken. Several threads may count at the same time.
+    """Count the passes of a policy since the last `take`. Several threads may count at the same time.
 
     Args:
-        describe: Function that returns the costs of passes over rows. It is called when they are first needed, and a
-            few more times if it fails.
+        describe: Function that returns the costs of passes over rows. It is called when the costs are first needed, and
+            a few more times if it fails.
     """
 
     def __init__(self, describe: Callable[[], PassCosts]) -> None:
@@ -116,7 +116,7 @@ class WorkCount:
 
     @contextmanager
     def of(self, kind: PassKind, lengths: Iterable[int] = (), shared_tokens: int = 0) -> Generator[None]:
-        """Count the block as passes over rows of these lengths, unless it ends with an error (see `PassWork`)."""
+        """Count a block as passes over rows of these lengths, unless it raises an error (`PassWork`)."""
         started = time.perf_counter()
         yield
         with self._guard:

@@ -85,7 +85,7 @@ class WorkerSettings:
     """Value of `cluster.optimizations`."""
 
     def threads(self) -> int:
-        """Return the number of CPU threads of this process. It is the same at every start on the same machine."""
+        """Return the number of CPU threads of this process. It is equal at every start on the same machine."""
         if self.num_threads is not None:
             return self.num_threads
         return max(1, usable_cores() // (self.ranks_per_node + self.busy_engines))
@@ -98,15 +98,15 @@ class UpdateResult:
     loss: float
     """This rank's part of the loss. The global loss is the sum over ranks."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """This rank's part of each metric. Parts are summed over ranks, or reduced as extremes if the name says so."""
+    """This rank's part of each metric. Parts are summed over ranks, or reduced as extremes, depending on the name."""
     grad_norm: float = 0.0
     """Gradient norm of the whole model, equal on all ranks."""
     lr: float = 0.0
     """Learning rate of the update."""
     skipped: bool = False
-    """Whether the update was dropped because its gradient, or the learning rate, was not finite."""
+    """Whether the update was dropped because its gradient or the learning rate was not finite."""
     not_finite: list[str] = field(default_factory=list)
-    """Names of weights that are not finite on any rank, or else of such gradients, if the update was dropped."""
+    """Names of non-finite weights on any rank or, if there are none, of gradients, if the update was dropped."""
     model_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the model itself, equal on all ranks."""
 
@@ -115,8 +115,8 @@ class PolicyWorker(ScoringWorker):
     """One rank of the policy.
 
     Args:
-        backend: holds model, optimizer and mesh.
-        gives_scores: whether this rank returns scores; see `ParallelLayout.result_ranks`.
+        backend: backend with model, optimizer and mesh.
+        gives_scores: whether this rank returns scores (`ParallelLayout.result_ranks`).
     """
 
     def __init__(self, backend: PolicyBackend, config: PolicyConfig, *, gives_scores: bool = True) -> None:
@@ -174,12 +174,12 @@ class PolicyWorker(ScoringWorker):
     def _laid_out(
         self, data: BatchedDataDict[Any], sizes: Sequence[int], loss_fn: AnyLossFunction
     ) -> tuple[list[BatchedDataDict[Any]], list[ModelInputs]]:
-        """Return the microbatches, and their inputs in the form that the loss needs."""
+        """Return the microbatches with their inputs in the form that the loss needs."""
         microbatches = list(split_rows(BatchRows.of(data).whole(), sizes))
         build = input_builder(loss_fn)
         inputs = [build(rows, self._layout, self.backend.device) for rows in microbatches]
         for rows in microbatches:
-            rows.pop(ROUTED_EXPERTS, None)  # the loss does not read them
+            rows.pop(ROUTED_EXPERTS, None)  # the loss does not need them
         return microbatches, inputs
 
     def _update(self, result: UpdateResult, last_update: bool) -> None:
@@ -193,7 +193,7 @@ class PolicyWorker(ScoringWorker):
             self.backend.advance_schedule()
 
     def non_finite_weights(self) -> list[str]:
-        """Return the names of the weights that hold NaN or infinity on any rank, in a collective call."""
+        """Return the names of weights with NaN or infinity on any rank. The call is collective."""
         return on_all_ranks(not_finite(self.backend.weights_here()))
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -201,7 +201,7 @@ class PolicyWorker(ScoringWorker):
         return self.backend.iterate_weights(dtype)
 
     def move_optimizer_state(self, to_host: bool) -> None:
-        """Move optimizer state to host memory, to make room on the device for a colocated engine, or back."""
+        """Move optimizer state to host memory, to free device memory for a colocated engine, or back."""
         self.backend.move_optimizer_state(to_host)
 
     def move_weights(self, to_host: bool) -> None:
@@ -212,7 +212,7 @@ class PolicyWorker(ScoringWorker):
         """Start streaming the weights to the engines.
 
         Args:
-            lanes: Lanes to the engines. If they differ from the last ones, a new sender is made.
+            lanes: Lanes to the engines. If they differ from those of the last stream, a new sender is made.
             dtype: Name of the torch dtype in which the engines compute, for example "bfloat16".
             encoding: Encoding of weights that are not sent in `dtype`.
 
@@ -252,7 +252,7 @@ class PolicyWorker(ScoringWorker):
             self._sender = None
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Exchange blocks of the next tensors in a collective call, and pack a bucket for each lane."""
+        """Exchange blocks of the next tensors, and pack a bucket for each lane. The call is collective."""
         assert self._sender is not None, "begin_weight_stream comes first"
         return self._sender.next_buckets()
 
@@ -262,7 +262,7 @@ class PolicyWorker(ScoringWorker):
         self._sender.send(bucket)
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, background: bool = False) -> None:
-        """Write this rank's part of a checkpoint. With `background`, return as soon as the state is copied.
+        """Write this rank's part of a checkpoint. With `background`, return when the state is copied.
 
         Raises:
             CheckpointError: A weight is not finite on any of the ranks. Nothing is written.
@@ -278,7 +278,7 @@ class PolicyWorker(ScoringWorker):
             self.backend.save(paths)
 
     def checkpoint_is_written(self) -> bool:
-        """Return whether no background write is in progress."""
+        """Return whether no background write is running."""
         return self._saving is None or self._saving.done()
 
     def finish_checkpoint(self) -> None:
@@ -292,7 +292,7 @@ class PolicyWorker(ScoringWorker):
             saving.result()
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Restore a checkpoint. The reference weights remain those of `policy.model_name`.
+        """Restore a checkpoint. The reference weights are still those of `policy.model_name`.
 
         Raises:
             CheckpointError: a rank cannot read the checkpoint.
@@ -302,7 +302,7 @@ class PolicyWorker(ScoringWorker):
         require_finite(self.backend.weights_here(), f"the checkpoint {weights_path}", "Resume from an earlier one.")
 
     def shutdown(self) -> bool:
-        """Free the weight transport and leave the process group."""
+        """Free the weight transport, and leave the process group."""
         self._close_sender()
         destroy_process_group()
         return True
@@ -323,12 +323,12 @@ def _paths(weights_path: str, optimizer_path: str | None) -> CheckpointPaths:
 
 
 def _differentiable(loss: Tensor, logprobs_K: Tensor) -> Tensor:
-    """Return a loss that backward can run on, even if the loss is constant because no token counts."""
+    """Return a loss with a backward pass, even if the loss is constant because no token counts."""
     return loss if loss.requires_grad else loss + 0.0 * logprobs_K.sum()
 
 
 class PolicyRank(PolicyWorker):
-    """The worker of one rank, with its process group and backend."""
+    """The worker of one rank, with its process group and its backend."""
 
     def __init__(self, config: PolicyConfig, settings: WorkerSettings) -> None:
         torch.set_num_threads(settings.threads())
@@ -341,8 +341,8 @@ class PolicyRank(PolicyWorker):
             f"rank_class={settings.backend!r}",
             "Name a PolicyBackend by its dotted path.",
         )
-        # With a device, each of Megatron Core's groups would be split from the group of all ranks, and the transfers
-        # between its pipeline stages would wait for each other.
+        # # With a device, each of Megatron Core's groups would be split from the group of all ranks. Transfers between
+        # its pipeline stages would then wait for each other.
         binds_device = config.backend_key != "megatron_cfg"
         with start_phase("process group"):
             init_process_group(device, settings.collective_timeout_s, binds_device=binds_device)
@@ -364,7 +364,7 @@ class PolicyRank(PolicyWorker):
             keep_freed_memory()
 
     def record_updates(self, *, of_modules: bool) -> None:
-        """Start to record updates, until `take_updates` is called (see `UpdateRecorder`)."""
+        """Record updates until `take_updates` is called (`UpdateRecorder`)."""
         self._stop_recorder()
         self.recorder = UpdateRecorder(self.backend, of_modules=of_modules, gives_scores=self._gives_scores)
 
@@ -374,7 +374,7 @@ class PolicyRank(PolicyWorker):
         return [] if recorder is None else recorder.take()
 
     def _stop_recorder(self) -> UpdateRecorder | None:
-        """Return the recorder, which records no further update, or None if there is none."""
+        """Stop the recorder, if there is one, and return it."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.stop_watching()

@@ -1,7 +1,7 @@
 """Score the rows of one rank, for every training backend. `rank.PolicyWorker` adds methods that change the model.
 
-The head of the model decides what it gives for a token: a log-probability, or the number of a scalar head. The inputs
-decide which tokens are scored (`models.training.inputs`). Invariant: all ranks make the same calls of the backend, as
+The score of a token is a log-probability or the output of a scalar head, depending on the model's head. The inputs
+define which tokens are scored (`models.training.inputs`). Invariant: all ranks make the same calls of the backend, as
 in `rank`.
 """
 
@@ -31,9 +31,9 @@ class ScoringWorker:
     """One rank of a model that scores rows.
 
     Args:
-        backend: holds the model and its mesh.
-        layout: how microbatches become model inputs.
-        gives_scores: whether this rank returns scores; see `ParallelLayout.result_ranks`.
+        backend: backend with the model and its mesh.
+        layout: layout of microbatches as model inputs.
+        gives_scores: whether this rank returns scores (`ParallelLayout.result_ranks`).
     """
 
     def __init__(self, backend: PolicyBackend, layout: InputLayout, *, gives_scores: bool = True) -> None:
@@ -67,7 +67,7 @@ class ScoringWorker:
         return self._of_tokens(BatchRows.of(data).whole(), sizes)
 
     def shares_prompts(self) -> bool:
-        """Return whether packed rows on this rank may have one copy of the tokens that several rows share."""
+        """Return whether packed rows of this rank may have one copy of tokens that several rows share."""
         return self._layout.packed and self.backend.shares_prompts
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
@@ -81,7 +81,7 @@ class ScoringWorker:
         return list(layers), [self.backend.join_tokens(output)[: len(token_ids)] for output in outputs]
 
     def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score this rank's rows as a whole, for reward models only.
+        """Score this rank's whole rows, for reward models only.
 
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
@@ -107,7 +107,7 @@ class ScoringWorker:
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
             sizes: Number of rows of each microbatch.
-            vocab_size: Only token ids below it are considered. None considers all.
+            vocab_size: Only token ids below this number are considered. If None, all are.
 
         Returns:
             `[b, T, k]` float32 and `[b, T, k]` int64 on the CPU, largest first; 0 on padding.
@@ -126,19 +126,19 @@ class ScoringWorker:
         return self._given(logits), self._given(indices)
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score as `get_logprobs` does, but under the weights that the run started from."""
+        """Score as `get_logprobs` does, with the initial weights of the run."""
         with self.backend.reference_weights():
             return self.get_logprobs(data, sizes)
 
     def keep_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int], of_reference: bool) -> Kept | None:
-        """Score stored rows into the object store, or return None if another rank returns the scores."""
+        """Score stored rows into the object store. Return None if another rank returns the scores."""
         stored = StoredRows(data)
         rows = stored.whole()
         scores = self.get_reference_policy_logprobs(rows, sizes) if of_reference else self.get_logprobs(rows, sizes)
         return stored.keep(rows, scores) if self._gives_scores else None
 
     def _of_tokens(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Return the model's values for every token that has a predecessor, `[b, T]`."""
+        """Return the model's scores for every token that has a predecessor, `[b, T]`."""
         microbatches = list(split_rows(data, sizes))
         inputs = [
             build_model_inputs(rows, all_targets(rows), self._layout, self.backend.device) for rows in microbatches
@@ -153,6 +153,6 @@ class ScoringWorker:
         return self._given(scores)
 
     def _given(self, parts: list[Tensor]) -> Tensor:
-        """Join the scores of all microbatches. If another rank or stage has the scores, return an empty tensor."""
+        """Join the scores of all microbatches. Return an empty tensor if another rank or stage has the scores."""
         device_for(self.backend.device.type != "cpu").synchronize()
         return torch.cat(parts) if self._gives_scores else torch.empty(0)

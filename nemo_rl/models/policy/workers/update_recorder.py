@@ -1,9 +1,9 @@
-"""Record what one rank computes in an optimizer update, for `nemo_rl replay`.
+"""Record the computations of one rank in an optimizer update, for `nemo_rl replay`.
 
     weights before ─► each microbatch: outputs of modules, log-probabilities, loss ─► gradients ─► weights after
 
 Tensors of the model are recorded as fingerprints (`models.training.tensor_checks`). Invariant: recording reads values
-of the update and changes none of them.
+of the update and does not change them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,33 +23,33 @@ from nemo_rl.models.training.interfaces import PolicyBackend
 from nemo_rl.models.training.tensor_checks import BlockFingerprints, Fingerprint, fingerprint, fingerprints_here
 
 ROW_NUMBERS = "row_numbers"
-"""Key of a recorded batch: the position of each row in the step, `[B]` int64."""
+"""Key of a recorded batch with the position of each row in the step, `[B]` int64."""
 
 
 @dataclass
 class RankUpdate:
-    """One rank's part of an update."""
+    """One rank's part of an optimizer update."""
 
     before: BlockFingerprints = field(default_factory=dict)
     """Weights before the update."""
     gradients: BlockFingerprints = field(default_factory=dict)
-    """Gradients that have been added up over microbatches and ranks, before clipping."""
+    """Gradients after the sums over microbatches and ranks, before clipping."""
     after: BlockFingerprints = field(default_factory=dict)
     """Weights after the update."""
     losses: list[float] = field(default_factory=list)
     """Loss of each microbatch. Only ranks that give scores have losses, metrics and log-probabilities."""
     metrics: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of the loss of each microbatch."""
+    """Metrics of each microbatch's loss."""
     logprobs: list[tuple[list[int], Tensor]] = field(default_factory=list)
     """Positions of the rows in the step, and their log-probabilities `[b, T - 1]` on the CPU, for each microbatch.
     Empty if the loss gets no log-probabilities."""
     modules: list[tuple[str, Fingerprint]] = field(default_factory=list)
-    """Name and output of each call of a module, in the order in which the calls ended."""
+    """Name and output of each module call, in the order in which the calls ended."""
     grad_norm: float = 0.0
-    """Norm of the gradient of the whole model."""
+    """Gradient norm of the whole model."""
     lr: float = 0.0
     model_metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the model itself, such as the loss that balances experts."""
+    """Metrics of the model itself, such as the auxiliary loss of experts."""
     device: str = ""
     """Name of the device that computed the update."""
 
@@ -60,8 +60,8 @@ class UpdateRecorder:
     Args:
         backend: Backend that has the weights, the gradients and the modules.
         of_modules: Whether to record the output of each module.
-        gives_scores: Whether this rank's losses, metrics and log-probabilities are part of the result. Other ranks of
-            the same rows compute the same values and do not record them.
+        gives_scores: Whether to record losses, metrics and log-probabilities. Other ranks with the same rows compute
+            the same values, and do not record them.
     """
 
     def __init__(self, backend: PolicyBackend, *, of_modules: bool, gives_scores: bool = True) -> None:
@@ -73,7 +73,7 @@ class UpdateRecorder:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Start an update: record the weights. While the block runs the passes, record the outputs of the modules."""
+        """Record the weights at the start of an update, and the outputs of modules while the block runs the passes."""
         before = self._updates[-1].after if self._updates else fingerprints_here(self._backend.weights_here())
         self._updates.append(RankUpdate(before, device=device_name(self._backend.device)))
         try:
@@ -84,7 +84,7 @@ class UpdateRecorder:
             self.stop_watching()
 
     def note(self, rows: BatchedDataDict[Any], inputs: ModelInputs, scores: Tensor, loss: Tensor) -> None:
-        """Record scores and loss of a microbatch. Filler rows, which have one token, are left out."""
+        """Record scores and loss of a microbatch. Filler rows, which have one token, are not recorded."""
         if not self._gives_scores:
             return
         update = self._updates[-1]
@@ -95,20 +95,20 @@ class UpdateRecorder:
             update.logprobs.append((numbers, inputs.scatter(scores.detach()).float().cpu()[real]))
 
     def passes_end(self, metrics: Sequence[LossMetrics]) -> None:
-        """Record the gradients, before they are clipped, and the metrics of the microbatches."""
+        """Record the gradients before clipping, and the metrics of the microbatches."""
         update = self._updates[-1]
         if self._gives_scores:
             update.metrics = [{name: float(value) for name, value in values.items()} for values in metrics]
         update.gradients = fingerprints_here(self._backend.gradients_here())
 
     def end(self, grad_norm: float, lr: float, model_metrics: Mapping[str, float]) -> None:
-        """Record the weights after the update, the gradient norm, the learning rate and the metrics of the model."""
+        """Record the weights after the update, the gradient norm, the learning rate and the model's metrics."""
         update = self._updates[-1]
         update.after, update.grad_norm, update.lr = fingerprints_here(self._backend.weights_here()), grad_norm, lr
         update.model_metrics = {name: float(value) for name, value in model_metrics.items()}
 
     def stop_watching(self) -> None:
-        """Remove the hooks from the modules."""
+        """Remove the hooks of the modules."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -132,7 +132,7 @@ class UpdateRecorder:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """Return this rank's part of the first floating-point tensor in a module's output, or None if there is none."""
+    """Return this rank's part of the first floating-point tensor in a module's output, or None."""
     if isinstance(output, Tensor):
         local: Tensor = output.to_local() if hasattr(output, "to_local") else output
         return local if torch.is_floating_point(local) else None
