@@ -65,7 +65,7 @@ REFUSED_AT_LOAD = {
 """Architectures without a replaceable attention -> the error."""
 REFUSED_BY_PROBE = {
     "llama4_text": "Llama4ForCausalLM uses chunked attention",
-    "doge": "DogeAttention asks its attention for a mask of its own",
+    "doge": "DogeAttention passes a mask of its own",
     "minimax": "MiniMaxForCausalLM: outputs for packed sequences differ .* padded",
     "stablelm": "StableLmForCausalLM: outputs for packed sequences differ .* padded",
 }
