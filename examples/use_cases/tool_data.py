@@ -1,0 +1,57 @@
+r"""Write word problems with large numbers, after three examples of how a calculator is called.
+
+uv run --extra cpu python examples/use_cases/tool_data.py FOLDER
+
+FOLDER/train.jsonl       {"problem": "Olga has 7890 cards and ...", "answer": "9553", "prompt": [{"role": ...}, ...]}
+FOLDER/validation.jsonl  the same kinds of problems with people and things that are not in train.jsonl
+
+A prompt is the examples and the problem.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from word_problems import make_rows
+
+# A problem, the expression that solves it, and its value.
+EXAMPLES = (
+    ("There are 41 bags with 12 eggs in each. How many eggs are there in all?", "41 * 12", "492"),
+    ("Sam has 81 cards and gives 13 of them away. How many cards are left?", "81 - 13", "68"),
+    ("Mia has 32 pens and buys 25 more. How many pens does Mia have now?", "32 + 25", "57"),
+)
+ADDENDS, FACTORS = range(1000, 10000), range(100, 1000)
+
+
+def examples() -> list[dict[str, Any]]:
+    """Return a conversation in which each problem is solved with a call."""
+    chat: list[dict[str, Any]] = []
+    for problem, expression, value in EXAMPLES:
+        call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
+        chat += [
+            {"role": "user", "content": problem},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": value},
+            {"role": "assistant", "content": value},
+        ]
+    return chat
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write both files."""
+    parser = argparse.ArgumentParser(description="Write word problems for a calculator.")
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args(arguments).folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, (name, num_rows) in enumerate((("train", 4000), ("validation", 200))):
+        texts = []
+        for row in make_rows(num_rows, part, part, ADDENDS, FACTORS):
+            prompt = [*examples(), {"role": "user", "content": row["prompt"]}]
+            texts.append(json.dumps({"problem": row["prompt"], "answer": row["answer"], "prompt": prompt}) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(texts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
