@@ -8,13 +8,10 @@ FOLDER/validation.jsonl  the same kinds of problems with people and things that 
 A prompt is the examples and the problem.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from word_problems import make_rows
+import word_problems
+from parts import write_parts
 
 # A problem, the expression that solves it, and its value.
 EXAMPLES = (
@@ -39,19 +36,17 @@ def examples() -> list[dict[str, Any]]:
     return chat
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write both files."""
-    parser = argparse.ArgumentParser(description="Write word problems for a calculator.")
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args(arguments).folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, (name, num_rows) in enumerate((("train", 4000), ("validation", 200))):
-        texts = []
-        for row in make_rows(num_rows, part, part, ADDENDS, FACTORS):
-            prompt = [*examples(), {"role": "user", "content": row["prompt"]}]
-            texts.append(json.dumps({"problem": row["prompt"], "answer": row["answer"], "prompt": prompt}) + "\n")
-        (folder / f"{name}.jsonl").write_text("".join(texts), encoding="utf-8")
+def make_rows(num_rows: int, part: int, seed: int) -> list[dict[str, Any]]:
+    """Return rows with the arguments of `word_problems.make_rows`."""
+    return [
+        {
+            "problem": row["prompt"],
+            "answer": row["answer"],
+            "prompt": [*examples(), {"role": "user", "content": row["prompt"]}],
+        }
+        for row in word_problems.make_rows(num_rows, part, seed, ADDENDS, FACTORS)
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    write_parts(make_rows)
