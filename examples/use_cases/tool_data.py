@@ -1,4 +1,4 @@
-r"""Write word problems with large numbers, after three examples of how a calculator is called.
+r"""Write word problems with large numbers, after two examples of how a calculator is called.
 
 uv run --extra cpu python examples/use_cases/tool_data.py FOLDER
 
@@ -17,7 +17,6 @@ from parts import write_parts
 EXAMPLES = (
     ("There are 41 bags with 12 eggs in each. How many eggs are there in all?", "41 * 12", "492"),
     ("Sam has 81 cards and gives 13 of them away. How many cards are left?", "81 - 13", "68"),
-    ("Mia has 32 pens and buys 25 more. How many pens does Mia have now?", "32 + 25", "57"),
 )
 ADDENDS, FACTORS = range(1000, 10000), range(100, 1000)
 
