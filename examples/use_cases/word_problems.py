@@ -39,13 +39,17 @@ def right(answer: str, row: dict[str, Any]) -> float:
     return float(bool(numbers) and numbers[-1] == row["answer"])
 
 
-def make_rows(num_rows: int, part: int, seed: int) -> list[dict[str, Any]]:
+def make_rows(
+    num_rows: int, part: int, seed: int, addends: range = range(2, 20), factors: range = range(2, 10)
+) -> list[dict[str, Any]]:
     """Return rows in turn over the kinds.
 
     Args:
         num_rows: number of rows.
         part: 0 takes four of five people and things; 1 takes the others.
         seed: of the choices.
+        addends: numbers of sums and differences.
+        factors: numbers of products.
     """
     chosen = random.Random(seed)
     people, things = (
@@ -55,9 +59,9 @@ def make_rows(num_rows: int, part: int, seed: int) -> list[dict[str, Any]]:
     for index in range(num_rows):
         text, result = KINDS[index % len(KINDS)]
         name, other = chosen.sample(people, 2)
-        b, a = sorted(chosen.sample(range(2, 20), 2))
+        b, a = sorted(chosen.sample(addends, 2))
         if result is int.__mul__:
-            a, b = chosen.randint(2, 9), chosen.randint(2, 9)
+            a, b = chosen.choice(factors), chosen.choice(factors)
         prompt = text.format(name=name, other=other, things=chosen.choice(things), a=a, b=b)
         rows.append({"prompt": prompt, "answer": str(result(a, b))})
     return rows

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_382, "all": 112_268}
+LINES = {"core": 88_388, "all": 112_268}
 FILES = {"core": 507, "all": 661}
 FOLDERS = 86
 SHORT_FILES = 47

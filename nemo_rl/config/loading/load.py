@@ -236,6 +236,8 @@ def validated[Config: Section](
     register_omegaconf_resolvers()
     unresolved: Any = OmegaConf.to_container(tree, resolve=False)
     failure: ConfigError | None = None
+    if issubclass(schema, RunConfig) and schema.read_by_defaults:
+        tree = OmegaConf.create({**schema.read_by_defaults, **unresolved})
     try:
         values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

@@ -3,13 +3,15 @@
 Invariant: only the existence of paths is checked. Nothing is read.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl.config.base.paths import FILES_ROOT, find_path, looks_local
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.schema.agents import PLUGIN_KEYS, AgentKeys
+from nemo_rl.config.schema.kits import ToolEnvironmentConfig, ToolTokenizerConfig
 from nemo_rl.config.schema.model.policy import TokenizerConfig
 from nemo_rl.files.regular_file import require_regular, require_regular_files
 
@@ -25,11 +27,20 @@ class PathKey(NamedTuple):
     key: str
 
 
-def tokenizer_paths(place: str, tokenizer: TokenizerConfig) -> Iterator[PathKey]:
+def tokenizer_paths(place: str, tokenizer: TokenizerConfig | ToolTokenizerConfig) -> Iterator[PathKey]:
     """Yield the keys of a tokenizer, whose chat template may also be a text or the word `default`."""
     yield PathKey(place, tokenizer, "name")
     if (tokenizer.chat_template or "").endswith(".jinja"):
         yield PathKey(place, tokenizer, "chat_template")
+
+
+def environment_paths(environments: Mapping[str, object]) -> Iterator[PathKey]:
+    """Yield the keys of environments with schemas that name files, or a tokenizer."""
+    for name, section in environments.items():
+        if isinstance(section, AgentKeys):
+            yield from (PathKey(f"env.{name}", section, key) for key in PLUGIN_KEYS)
+        if isinstance(section, ToolEnvironmentConfig):
+            yield from tokenizer_paths(f"env.{name}.tokenizer", section.tokenizer)
 
 
 def check_files(paths: Iterable[PathKey]) -> Findings:

@@ -1,6 +1,6 @@
 """Define the master configuration of an evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar, override
@@ -16,12 +16,11 @@ from nemo_rl.config.rules.evaluation import (
     check_sampling,
     is_local_dataset,
 )
-from nemo_rl.config.rules.files import PathKey, tokenizer_paths
+from nemo_rl.config.rules.files import PathKey, environment_paths, tokenizer_paths
 from nemo_rl.config.rules.named_parts import check_venvs
 from nemo_rl.config.rules.overlap import check_rollout_runners
 from nemo_rl.config.rules.rewards import check_http_server, check_nemo_gym, unused_environments
 from nemo_rl.config.runs.run import RunConfig
-from nemo_rl.config.schema.agents import PLUGIN_KEYS, AgentKeys
 from nemo_rl.config.schema.algorithms.evaluation import (
     EvalConfig,
     EvalDataConfig,
@@ -39,6 +38,7 @@ class EvalMasterConfig(RunConfig):
     cpu_config: ClassVar[str] = "examples/configs/evals/eval_cpu.yaml"
     samples: ClassVar[bool] = True
     generation_key: ClassVar[str] = "generation"
+    read_by_defaults: ClassVar[Mapping[str, Any]] = {"policy": {"tokenizer": "${tokenizer}"}}
 
     generation: EvalGenerationConfig = Field(default_factory=EvalGenerationConfig)
     """The model and its sampling."""
@@ -87,9 +87,7 @@ class EvalMasterConfig(RunConfig):
         yield from (PathKey("data", self.data, key) for key in ("data_path", "prompt_file", "system_prompt_file"))
         if is_local_dataset(self.data.dataset_name or ""):
             yield PathKey("data", self.data, "dataset_name")
-        for name, section in self.env.items():
-            if isinstance(section, AgentKeys):
-                yield from (PathKey(f"env.{name}", section, key) for key in PLUGIN_KEYS)
+        yield from environment_paths(self.env)
 
     @override
     def findings(self) -> Findings:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_data, named_entries
-from nemo_rl.config.rules.files import PathKey, tokenizer_paths
+from nemo_rl.config.rules.files import PathKey, environment_paths, tokenizer_paths
 from nemo_rl.config.rules.megatron import unknown_families
 from nemo_rl.config.rules.models import (
     Judges,
@@ -47,7 +47,6 @@ from nemo_rl.config.rules.training import (
     check_validation,
 )
 from nemo_rl.config.runs.run import INHERITED, RunConfig
-from nemo_rl.config.schema.agents import PLUGIN_KEYS, AgentKeys
 from nemo_rl.config.schema.algorithms.distillation import (
     CROSS_TOKENIZER,
     DistillationConfig,
@@ -216,9 +215,7 @@ class RolloutMasterConfig(MasterConfig):
             yield from tokenizer_paths(f"{place}.tokenizer", judge.tokenizer)
         if self.reward_model is not None:
             yield PathKey(_REWARD_MODEL, self.reward_model, "checkpoint_path")
-        for name, section in self.env.items():
-            if isinstance(section, AgentKeys):
-                yield from (PathKey(f"env.{name}", section, key) for key in PLUGIN_KEYS)
+        yield from environment_paths(self.env)
 
     @override
     def findings(self) -> Findings:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import PrivateAttr
 
@@ -29,6 +29,8 @@ class RunConfig(Section):
     """Whether engines sample answers and environments reward them."""
     generation_key: ClassVar[str] = "policy.generation"
     """Dotted key of the engines' section."""
+    read_by_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Sections that the configuration does not have, but that defaults of its other sections refer to."""
 
     if TYPE_CHECKING:  # pydantic puts fields of a base class first
         cluster: ClusterConfig

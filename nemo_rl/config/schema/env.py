@@ -17,6 +17,7 @@ from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentC
 from nemo_rl.config.schema.kits import (
     BlackjackConfig,
     GameSection,
+    GraderConfig,
     GymnasiumConfig,
     RAGEnvironmentConfig,
     ReasoningGymConfig,
@@ -114,8 +115,11 @@ def calls_functions(name: str, section: Any) -> bool:
 
 
 def keeps_rows(environments: Mapping[str, Any], name: str | None) -> bool:
-    """Return whether an environment gets the whole row of the data set with each sample."""
-    return calls_functions(name or "", environments.get(name or ""))
+    """Return whether an environment, or its grader, gets the whole row of the data set with each sample."""
+    section = environments.get(name or "")
+    grader = getattr(section, "grader", None)
+    of_grader = isinstance(grader, GraderConfig) and calls_functions(grader.name, grader.kwargs)
+    return of_grader or calls_functions(name or "", section)
 
 
 def output_bytes_of(environments: Mapping[str, Any], name: str | None) -> int | None:

@@ -183,7 +183,7 @@ class ToolTokenizerConfig(Section):
     """The tokenizer whose chat template writes the tools and their calls."""
 
     name: str | None = derived("${policy.tokenizer.name}")
-    """Hub id or folder; null: the policy's tokenizer. Required without a policy."""
+    """Hub id or folder; in an evaluation the default is tokenizer.name. Required without a model."""
     chat_template: str | None = derived("${policy.tokenizer.chat_template}")
     """Same as policy.tokenizer.chat_template."""
     chat_template_kwargs: dict[str, Any] | None = derived("${policy.tokenizer.chat_template_kwargs}")

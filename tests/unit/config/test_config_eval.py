@@ -37,6 +37,16 @@ def test_evaluation_engines_use_the_same_section_as_training() -> None:
     assert policy.tokenizer.name == policy.model_name
 
 
+def test_tools_of_an_evaluation_are_written_by_the_tokenizer_of_the_model() -> None:
+    template = "{{ messages[0]['content'] }}"
+    tools = ["env={tools: {tools: [{name: calculator}]}}", "data.env_name=tools"]
+    config = load("eval_cpu", *tools, f'tokenizer.chat_template="{template}"')
+    assert config.env["tools"].tokenizer.model_dump() == config.tokenizer.model_dump()
+    assert config.env["tools"].tokenizer.name == config.generation.model_name
+    with pytest.raises(ConfigError, match="policy"):
+        load("eval_cpu", "+policy.tokenizer.name=examples/assets/tiny-chat")
+
+
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [

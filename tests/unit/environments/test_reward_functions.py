@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nemo_rl.config.schema.env import calls_functions, keeps_rows, stop_strings_of
+from nemo_rl.config.schema.kits import ToolEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.registry import ENV_REGISTRY, check_environment, env_class_path
 from nemo_rl.environments.reward_functions import NamedReward, RewardEnvironment
@@ -173,6 +174,16 @@ def test_a_section_with_functions_may_have_any_name() -> None:
     assert env_class_path("my_rewards", section) == env_class_path("reward")
     assert calls_functions("my_rewards", section) and keeps_rows({"my_rewards": section}, "my_rewards")
     assert stop_strings_of({"my_rewards": section}, "my_rewards") == ["."]
+
+
+def test_functions_that_grade_for_tools_get_the_rows() -> None:
+    graders = {"functions": {"function": "builtins.len"}, "math": {}}
+    environments = {
+        name: ToolEnvironmentConfig.build(grader={"name": "reward" if kwargs else name, "kwargs": kwargs})
+        for name, kwargs in graders.items()
+    }
+    assert keeps_rows(environments, "functions")
+    assert not keeps_rows(environments, "math")
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,25 @@
 """The rewards and data of the use cases with a real model, on answers that are graded by hand."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_rl.data.messages.encoding import render_chat
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.kits.tools.calculator import calculator
+from nemo_rl.kits.tools.found import find_tools
+from nemo_rl.kits.tools.template import choose_parser
+
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples/use_cases"))
 
 import gsm8k  # noqa: E402
 import instructions  # noqa: E402
 import own_answers  # noqa: E402
+import tool_data  # noqa: E402
 import word_problems  # noqa: E402
 from parts import write_parts  # noqa: E402
 
@@ -166,3 +174,16 @@ def test_pairs_are_of_right_and_wrong_answers_to_one_prompt() -> None:
 def test_answers_to_other_prompts_are_refused() -> None:
     with pytest.raises(SystemExit, match="read other rows"):
         list(own_answers.pairs([answer_of(0, 1.0, "right")], ["b?", "a?"]))
+
+
+def test_examples_of_calls_are_right_and_read_by_a_parser() -> None:
+    rows = tool_data.make_rows(60, 0, 0)
+    assert all(calculator(expression) == value for _, expression, value in tool_data.EXAMPLES)
+    assert all(min(int(number) for number in re.findall(r"\d+", row["problem"])) >= 100 for row in rows)
+    template = Path(tool_data.__file__).with_name("tool.jinja")
+    tokenizer = get_tokenizer({"name": "examples/assets/tiny-chat", "chat_template": str(template)})
+    schema = find_tools("calculator", {}, "it").specs["calculator"].schema
+    assert choose_parser(None, tokenizer, [schema])[0].name == "pythonic"
+    chat = render_chat(rows[0]["prompt"], tokenizer, add_generation_prompt=True, tools=[schema])
+    assert '<|im_start|>assistant\n[calculator(expression="41 * 12")]<|im_end|>\n<|im_start|>tool\n492' in chat
+    assert chat.endswith(f"<|im_start|>user\n{rows[0]['problem']}<|im_end|>\n<|im_start|>assistant\n")
