@@ -1,4 +1,4 @@
-"""Write files atomically, and writes output that training does not depend on."""
+"""Write files atomically, and write output that training does not depend on."""
 
 import logging
 import os

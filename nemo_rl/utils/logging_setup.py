@@ -1,4 +1,4 @@
-"""Set up logging of a driver process on the console and in a file; `NRL_LOG_LEVEL` is the level for its own records.
+"""Set up logging of a driver process on the console and in a file, with the level `NRL_LOG_LEVEL` for its records.
 
 The main program calls `configure_logging` once. Only the file gets the text of `extra={"details": text}`, such as a
 table. Invariant: records appear above a live progress bar, because the handler looks up `sys.stderr` for each record.

@@ -44,7 +44,7 @@ def read_items(fields: Fields) -> list[Message]:
 
 
 class _ItemReader:
-    """Read items, and joins those of one answer of the model to one message.
+    """Read items, and join those of one answer of the model to one message.
 
     Items of one answer have the answer's id in their own ids. If a program has left the ids out, a message begins with
     reasoning, a text or a call. It ends before the next reasoning, before a text that follows a text or a call, and

@@ -140,7 +140,7 @@ def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path |
 
 
 def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[list[str]]:
-    """Return lists of models. The models of a list start at the same time; the lists start one after another.
+    """Return lists of models. The models of a list start at the same time. The lists start one after another.
 
     Models that share GPUs are in different lists. Each leaves the GPUs before the next one starts (`leave_devices`),
     because all optimizers together need more memory than a step. The owner is last, because the policy's weights stay

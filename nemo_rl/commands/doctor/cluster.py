@@ -1,4 +1,4 @@
-"""Join the Ray cluster at RAY_ADDRESS, if it answers, and runs the checks of each of its nodes there."""
+"""Join the Ray cluster at RAY_ADDRESS if it answers, and run the checks of each of its nodes there."""
 
 from collections.abc import Sequence
 from dataclasses import replace

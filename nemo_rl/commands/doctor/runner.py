@@ -1,4 +1,4 @@
-"""Run checks one after the other, each with a deadline, and turns their errors into findings.
+"""Run checks one after the other, each with a deadline, and turn their errors into findings.
 
 Invariant: a failed check skips only those checks that need it.
 """

@@ -1,4 +1,4 @@
-"""Find the stored samples of a run without keeping them in memory, and reads a page of them by filters and order.
+"""Find the stored samples of a run without keeping them in memory, and read a page of them by filters and order.
 
 Samples are lines of files that a run may still be writing.
 """

@@ -1,4 +1,4 @@
-"""Run `nemo_rl size`: searches sizes, prints the proposal, writes it, and checks it by the dry run."""
+"""Run `nemo_rl size`: search sizes, print the proposal, write it, and check it with a dry run."""
 
 import argparse
 import sys

@@ -77,7 +77,7 @@ class OwnMachine:
 
 
 class ClusterNodes:
-    """Read the load of all living nodes of a joined cluster. A node keeps its number; a new node gets the next one.
+    """Read the load of all living nodes of a joined cluster. A node keeps its number. A new node gets the next one.
 
     A node has at most one open call, so calls do not accumulate at a slow node.
     """

@@ -99,5 +99,5 @@ def find_loss(slots: Sequence[WorkerSlot], *, silence_is_loss: bool) -> str | No
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message. It names the worker; logs and stacks follow it."""
+    """Return the first line of an error's message. It names the worker. Logs and stacks follow it."""
     return str(error).partition("\n")[0]

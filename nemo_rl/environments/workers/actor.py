@@ -136,7 +136,7 @@ class _Calls:
 
 
 class _PrivateLoop:
-    """Call methods in the thread of the caller, and runs their coroutines on an event loop in its own thread."""
+    """Call methods in the thread of the caller, and run their coroutines on an event loop in its own thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -371,7 +371,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt. Calls may be concurrent; a cancelled call aborts its request in the engine.
+        """Continue one prompt. Calls may be concurrent. A cancelled call aborts its request in the engine.
 
         Raises:
             GenerationError: The engine refused the request (too long, unknown token ids).
