@@ -152,7 +152,7 @@ def test_a_run_that_was_stopped_or_killed_repeats_the_plain_run_bit_for_bit(runs
         first.finish()
         assert first.survivors() == []
     assert "step 3/" not in first.log()
-    resumed = runs.finished(f"{how}, then resumed", *saves(how, 2))
+    resumed = runs.finished(f"{how} and resumed", *saves(how, 2))
     assert "Resuming from" in resumed.log()
     assert min(step for prefix, step, _ in read_metrics(resumed.log_dir) if prefix == "train") == 3
     assert numbers(first, [1, 2]) == numbers(runs.plain, [1, 2])
@@ -267,7 +267,7 @@ TIS = ("loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_impo
 
 @pytest.mark.parametrize("correction", [(), (CORRECTION, *TIS)], ids=["plain", "tis"])
 def test_float8_engines_differ_from_the_policy_by_a_few_percent(runs: RealRuns, correction: tuple[str, ...]) -> None:
-    name = "fp8, tis" if correction else "fp8"
+    name = "fp8 with tis" if correction else "fp8"
     run = runs.finished(name, FLOAT8, *correction, NO_CHECKPOINT)
     errors = told(run, "train", "token_mult_prob_error")
     assert all(1.001 < error < 1.1 for error in errors)
