@@ -44,9 +44,9 @@ MOST_S = 540.0
 TENSORS, MEGABYTES = 272, 538.060032
 STEPS = range(1, 5)
 SMALL = (
-    "grpo.num_prompts_per_step=4",
+    "grpo.num_prompts_per_step=6",
     "grpo.num_generations_per_prompt=4",
-    "policy.train_global_batch_size=16",
+    "policy.train_global_batch_size=24",
     "policy.generation.max_new_tokens=24",
     "policy.generation.vllm_cfg.kv_cache_memory_mb=256",
     "grpo.max_num_steps=4",
@@ -158,7 +158,7 @@ def test_a_run_that_was_stopped_or_killed_repeats_the_plain_run_bit_for_bit(runs
     assert numbers(first, [1, 2]) == numbers(runs.plain, [1, 2])
     assert numbers(resumed, [3, 4]) == numbers(runs.plain, [3, 4])
     assert weights(checkpoints / how / "step_4") == weights(checkpoints / "plain/step_4")
-    assert min(told(resumed, "train", "grad_norm", [3, 4])) > 0
+    assert min(told(runs.plain, "train", "grad_norm")) > 0
 
 
 ONE_RANK = "policy.generation.weight_sync.transport=collective"
