@@ -159,7 +159,8 @@ def test_a_run_that_was_stopped_or_killed_repeats_the_plain_run_bit_for_bit(runs
     assert numbers(first, [1, 2]) == numbers(runs.plain, [1, 2])
     assert numbers(resumed, [3, 4]) == numbers(runs.plain, [3, 4])
     assert weights(checkpoints / how / "step_4") == weights(checkpoints / "plain/step_4")
-    assert min(told(runs.plain, "train", "grad_norm")) > 0
+    gradients = told(runs.plain, "train", "grad_norm")  # 0 where all groups of a step have equal rewards
+    assert max(gradients[:2]) > 0 and max(gradients[2:]) > 0
 
 
 ONE_RANK = "policy.generation.weight_sync.transport=collective"
