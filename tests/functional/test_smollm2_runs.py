@@ -1,7 +1,8 @@
 """Short GRPO runs of a published model: kill and resume, weight sync, overlap, n-grams, FP8 and bfloat16.
 
 The runs train on prompts of `examples/use_cases/instructions.py`, and are compared with one undisturbed run of four
-steps in float32. `docs/reference/real-weights.md` has the figures that `-o log_cli=true --log-cli-level=INFO` prints.
+steps in float32. `-o log_cli=true --log-cli-level=INFO` prints figures. `docs/reference/real-weights.md` has those of
+resumed runs and of weight syncs.
 """
 
 import importlib.util
