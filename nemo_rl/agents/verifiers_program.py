@@ -138,7 +138,7 @@ class _EnvironmentServer:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the server accepts no further episode."""
+        """True if the server accepts no further episode."""
         return self._num_entered >= _EPISODES or self._running.done()
 
     def enter(self) -> None:

@@ -44,7 +44,7 @@ class CodeLine:
 
     @property
     def is_users(self) -> bool:
-        """Whether the line belongs to the user's code: not to this library, an installed package or Python."""
+        """True if the line belongs to the user's code: not to this library, an installed package or Python."""
         path = Path(self.file)
         if self.file.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
             return False

@@ -87,7 +87,7 @@ class AnswerRecord:
 
     @property
     def is_correct(self) -> bool:
-        """Whether the answer is right. False if it is wrong or could not be graded."""
+        """True if the answer is right. False if it is wrong or could not be graded."""
         return self.reward is not None and self.reward >= 1.0
 
 

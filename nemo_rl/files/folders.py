@@ -29,7 +29,7 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this object holds the lock."""
+        """True if this object holds the lock."""
         return self._descriptor is not None
 
     def acquire(self) -> bool:

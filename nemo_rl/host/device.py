@@ -32,7 +32,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether ranks own a GPU."""
+        """True if ranks own a GPU."""
         return self.kind == "cuda"
 
     @property

@@ -39,7 +39,7 @@ class GivenRewards:
 
     @property
     def are_functions(self) -> bool:
-        """Whether the program passes functions that a configuration cannot name."""
+        """True if the program passes functions that a configuration cannot name."""
         return any(not isinstance(function, str) for function in self._functions.values())
 
     @property

@@ -38,7 +38,7 @@ class Mechanism:
 
     @property
     def has_own_files(self) -> bool:
-        """Whether programs have their own root folder, with a scratch folder in memory."""
+        """True if programs have their own root folder, with a scratch folder in memory."""
         return self.namespaces != "none"
 
     def wrap(self, command: Sequence[str], readable: Sequence[str], info: int) -> list[str]:

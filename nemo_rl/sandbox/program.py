@@ -160,5 +160,5 @@ class ProgramOutcome:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the program ended by itself with exit code 0."""
+        """True if the program ended by itself with exit code 0."""
         return self.end is End.EXITED and self.exit_code == 0

@@ -32,12 +32,12 @@ class Exchange:
 
     @property
     def is_lost(self) -> bool:
-        """Whether no client waits for the answers and no client has received them."""
+        """True if no client waits for the answers and no client has received them."""
         return self.num_waiting == 0 and not self.is_delivered
 
     @property
     def was_refused(self) -> bool:
-        """Whether the request has ended without answers."""
+        """True if the request has ended without answers."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     async def answers(self, gone: Awaitable[None]) -> list[CallAnswer]:

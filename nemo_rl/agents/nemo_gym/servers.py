@@ -254,7 +254,7 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the command and its processes have ended."""
+        """True if the command and its processes have ended."""
         return self._process.returncode is not None
 
     @property

@@ -163,7 +163,7 @@ class Tolerances:
 
     @property
     def is_exact(self) -> bool:
-        """Whether bits are compared."""
+        """True if bits are compared."""
         return self == Tolerances()
 
 

@@ -102,7 +102,7 @@ class RunFiles:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether policy and engines compute on the same devices according to the configuration."""
+        """True if policy and engines compute on the same devices according to the configuration."""
         cluster, policy = _section(self.config, "cluster"), _section(self.config, "policy")
         placement = _section(_section(policy, "generation"), "colocated")
         own_machines = _section(placement, "resources").get("num_nodes") and cluster.get("num_nodes", 1) != 1

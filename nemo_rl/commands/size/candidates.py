@@ -240,7 +240,7 @@ class _Update:
 
     @property
     def reduces(self) -> bool:
-        """Whether all weights have gradients and optimizer state, which are small for adapters."""
+        """True if all weights have gradients and optimizer state, which are small for adapters."""
         return self.job.role.trains and not self.job.adapts
 
     @property

@@ -128,17 +128,17 @@ class EnvironmentClient:
 
     @property
     def post_processes_groups(self) -> bool:
-        """Whether groups are post-processed one by one (`EnvironmentInterface.post_processes_groups`)."""
+        """True if groups are post-processed one by one (`EnvironmentInterface.post_processes_groups`)."""
         return self._traits.post_processes_groups
 
     @property
     def reads_chat(self) -> bool:
-        """Whether the prompt's messages are read (`EnvironmentInterface.reads_chat`)."""
+        """True if the prompt's messages are read (`EnvironmentInterface.reads_chat`)."""
         return self._traits.reads_chat
 
     @property
     def continues_episodes(self) -> bool:
-        """Whether a new process can continue episodes (`EnvironmentInterface.continues_episodes`)."""
+        """True if a new process can continue episodes (`EnvironmentInterface.continues_episodes`)."""
         return self._traits.continues_episodes
 
     @property
@@ -148,7 +148,7 @@ class EnvironmentClient:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether several actors may run the environment (`EnvironmentInterface.pooled`)."""
+        """True if several actors may run the environment (`EnvironmentInterface.pooled`)."""
         return self._traits.pooled
 
     @property

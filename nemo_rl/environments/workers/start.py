@@ -51,17 +51,17 @@ class EnvironmentPool:
 
     @property
     def post_processes_groups(self) -> bool:
-        """Whether groups are post-processed one by one (`EnvironmentInterface.post_processes_groups`)."""
+        """True if groups are post-processed one by one (`EnvironmentInterface.post_processes_groups`)."""
         return self._workers[0].client.post_processes_groups
 
     @property
     def reads_chat(self) -> bool:
-        """Whether the prompt's messages are read (`EnvironmentInterface.reads_chat`)."""
+        """True if the prompt's messages are read (`EnvironmentInterface.reads_chat`)."""
         return self._workers[0].client.reads_chat
 
     @property
     def continues_episodes(self) -> bool:
-        """Whether a new process can continue episodes (`EnvironmentInterface.continues_episodes`)."""
+        """True if a new process can continue episodes (`EnvironmentInterface.continues_episodes`)."""
         return self._workers[0].client.continues_episodes
 
     @property
@@ -71,7 +71,7 @@ class EnvironmentPool:
 
     @property
     def reads_collections(self) -> bool:
-        """Whether whole collections are read (`EnvironmentClient.reads_collections`)."""
+        """True if whole collections are read (`EnvironmentClient.reads_collections`)."""
         return self._workers[0].client.reads_collections
 
     async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:

@@ -112,7 +112,7 @@ class SolutionVerdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether all checks passed."""
+        """True if all checks passed."""
         return self.num_passed == self.num_checks
 
 

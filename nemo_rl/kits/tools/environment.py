@@ -69,7 +69,7 @@ class CallResult:
 
     @property
     def is_invalid(self) -> bool:
-        """Whether the call could not be made."""
+        """True if the call could not be made."""
         return self.kind in ("malformed_tool_calls", "unknown_tools", "wrong_arguments")
 
 

@@ -35,7 +35,7 @@ class FoundTools:
 
     @property
     def has_state(self) -> bool:
-        """Whether the entry is a class, whose objects keep a state."""
+        """True if the entry is a class, whose objects keep a state."""
         return inspect.isclass(self.found)
 
     def opened(self, metadata: Any) -> tuple[Mapping[str, Callable[..., Any]], Callable[[], None]]:

@@ -94,7 +94,7 @@ class _McpServer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server is no longer running."""
+        """True if the server is no longer running."""
         return self._task is None or self._task.done()
 
     async def start(self) -> None:

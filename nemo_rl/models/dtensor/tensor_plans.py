@@ -30,7 +30,7 @@ and `vocabulary` divides the rows of an embedding or of the output head."""
 
 @dataclass(frozen=True)
 class Style:
-    """How a module or a parameter is divided."""
+    """Division of a module or a parameter."""
 
     how: How
     """The kind of division."""
