@@ -469,7 +469,7 @@ def _identity(prompt: Prompt, request: CallRequest) -> str:
 
 
 def call_id_of(response_id: str) -> str:
-    """Return the id of a call from the id of its response, which each dialect begins with its own prefix."""
+    """Return the id of a call: the id of its response without the prefix, which differs between dialects."""
     return response_id[-ID_LENGTH:]
 
 

@@ -160,7 +160,7 @@ def stage_tensors(batch: StepBatch) -> dict[str, Tensor]:
 
 
 def samples_in_short(batch: StepBatch) -> list[dict[str, Any]]:
-    """Return, for each row of a batch, the numbers of its sample, its reward, and hashes of its sampled tensors."""
+    """Return the identity of the sample of each row of a batch, its reward, and hashes of its sampled tensors."""
     tensors = batch.tensors
     lengths = tensors["input_lengths"].tolist()
     return [
@@ -195,12 +195,12 @@ def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, An
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object as JSON. An incomplete file never has this name."""
+    """Write an object as JSON. No incomplete file is ever at this path."""
     write_atomically(path, json.dumps(content) + "\n")
 
 
 def _save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write tensors and plain values. An incomplete file never has this name."""
+    """Write tensors and plain values. No incomplete file is ever at this path."""
     partial = path.with_name(path.name + ".partial")
     try:
         torch.save(dict(content), partial)

@@ -41,7 +41,7 @@ class Regraded:
 
     @property
     def penalized_reward(self) -> float | None:
-        """New reward for training, as `Trajectory.penalized_reward`."""
+        """New reward for training, at most 0 if the sample has penalties (`Trajectory.penalized_reward`)."""
         is_penalized = self.penalties is not None and any(self.penalties.values())
         return min(self.reward, 0.0) if is_penalized and self.reward is not None else self.reward
 

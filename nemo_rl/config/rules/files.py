@@ -35,7 +35,7 @@ def tokenizer_paths(place: str, tokenizer: TokenizerConfig | ToolTokenizerConfig
 
 
 def environment_paths(environments: Mapping[str, object]) -> Iterator[PathKey]:
-    """Yield the keys of environments with schemas that name files, or a tokenizer."""
+    """Yield the keys that name files: plugins of agent environments, and tokenizers of environments with tools."""
     for name, section in environments.items():
         if isinstance(section, AgentKeys):
             yield from (PathKey(f"env.{name}", section, key) for key in PLUGIN_KEYS)

@@ -98,7 +98,7 @@ class RunData:
     named_validation: Mapping[str, MixedDataset] = field(default_factory=dict)
     """Validation rows by the name of their data set."""
     task_env: Mapping[str, str] = field(default_factory=dict)
-    """Name of the environment by task name. A task has the same name as its environment."""
+    """Environment of each task, by task name. Both names are the same at present."""
 
     @property
     def all_validation(self) -> MixedDataset | None:

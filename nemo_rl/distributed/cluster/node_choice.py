@@ -64,10 +64,10 @@ def choose_nodes(
     avoid: Collection[str] = (),
     segment_size: int | None = None,
 ) -> list[str] | None:
-    """Choose a node for each entry of bundles. It must be large enough, and preferably has enough free resources.
+    """Choose a node, preferably with enough free resources, for each entry: bundles that must be on one node.
 
     Args:
-        counts: bundles of each entry.
+        counts: number of bundles of each entry.
         bundle: resources of one bundle.
         nodes: the nodes, in order of preference.
         strategy: STRICT_SPREAD: each node once; SPREAD: each node once while possible; PACK: few nodes.

@@ -88,7 +88,7 @@ class RewardModel(ShardableModel):
 
 
 def require_scoring_head(probe_model: PreTrainedModel) -> None:
-    """Check on a small model with weights that its architecture scores a sequence in the same way as `RewardModel`.
+    """Check that the architecture of a small model with weights scores a sequence in the same way as `RewardModel`.
 
     Raises:
         ConfigError: the architecture scores a sequence in another way.

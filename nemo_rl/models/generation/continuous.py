@@ -81,7 +81,7 @@ class TokenCache:
         self._layers: dict[int, KeysAndValues] = {}
 
     def cost(self, token_ids: Sequence[int]) -> Cost:
-        """Return the numbers of tokens to read and of positions that a row with these tokens would need."""
+        """Return the number of uncached tokens of a new row, and the number of positions that it would take."""
         other, length = self._longest_start(np.array(token_ids, np.int32))
         num_new = len(token_ids) - length
         unused = 0 if other is None else np.count_nonzero(self._users[self._held(other).places[:length]] == 0)

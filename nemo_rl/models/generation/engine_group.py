@@ -1,11 +1,11 @@
 """Control several engines: distribute requests, collect results, and replace engines that die.
 
-All of the following runs on the rollout event loop (`experience.event_loop`) if nothing else is said:
+All of the following runs on the rollout event loop (`experience.event_loop`) unless stated otherwise:
 
     generate() ─► choose an engine ─► its outbox ─► _flush (next tick, one call per engine) ─► worker.submit
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
     _watch task per call ─► a failed call fails the engine's requests
-    responses_so_far() ─► worker.responses_so_far of each engine, which samples on
+    responses_so_far() ─► worker.responses_so_far of each engine; sampling continues
     _collect task per engine ─► collect of its workers (long poll) ─► resolves the futures of generate()
     engine is silent (hangs) ─► it is killed, then treated as dead
     engine dies ─► _revive: new actors, current weights (`load_weights`), unfinished requests submitted again

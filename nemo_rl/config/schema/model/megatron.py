@@ -230,7 +230,7 @@ class MegatronConfig(BackendSection):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report recomputation options if recomputation is off, and the rate of a bias that the model lacks."""
+        """Report keys without effect, such as options of recomputation that is off or the rate of an absent bias."""
         off = not values.get("activation_checkpointing")
         options = ("recompute_granularity", "recompute_modules")
         told = {key: "activation_checkpointing is false" for key in options if off}

@@ -321,7 +321,7 @@ def _compare_equations(truth: str, answer: str, same: Same) -> bool | None:
 
 
 def _maybe_equation(sides: list[list[str]], names: list[str]) -> bool | None:
-    """Return None if equations with different names may be solved for different variables, or else False."""
+    """Return None (undecided) if two equations may be one relation, solved for different variables, or else False."""
     if names[0] == names[1]:
         return False
     return None if all(re.search(r"[A-Za-z]", side[-1]) for side in sides) else False

@@ -94,7 +94,7 @@ class Heap:
 
 
 def _content(value: Any) -> list[Any]:
-    """Return the items of a container, read with the methods of Python's own type."""
+    """Return the items of a container, with keys before values, without calling methods that a subclass overrides."""
     if isinstance(value, dict):
         return [*dict.keys(value), *dict.values(value)]
     if isinstance(value, bytearray):

@@ -202,7 +202,7 @@ class ModelPart:
         self._recorder = ReadRecorder()
 
     def take_reads(self) -> BlocksByName:
-        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
+        """Return the parts of sent tensors that were read, and stop recording (`RecordsReads.take_reads`)."""
         assert self._recorder is not None, "record_reads comes first"
         recorder, self._recorder = self._recorder, None
         return recorder.reads
@@ -297,7 +297,7 @@ class _HoldsPart:
         self._part.record_reads()
 
     def take_reads(self) -> BlocksByName:
-        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
+        """Return the parts of sent tensors that were read, and stop recording (`RecordsReads.take_reads`)."""
         return self._part.take_reads()
 
     async def sleep(self) -> None:

@@ -298,7 +298,7 @@ class VllmEngine(SteppedEngine):
         record_reads(self._engine.model_executor.driver_worker)
 
     def take_reads(self) -> BlocksByName:
-        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
+        """Return the parts of sent tensors that were read, and stop recording (`RecordsReads.take_reads`)."""
         return take_reads(self._engine.model_executor.driver_worker)
 
     def finish_loading(self, *, changed: bool) -> list[str]:

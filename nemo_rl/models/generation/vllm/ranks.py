@@ -208,5 +208,5 @@ class VllmRank(ServedRank):
         record_reads(self._worker)
 
     def take_reads(self) -> BlocksByName:
-        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
+        """Return the parts of sent tensors that were read, and stop recording (`RecordsReads.take_reads`)."""
         return take_reads(self._worker)

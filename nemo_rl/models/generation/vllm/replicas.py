@@ -129,7 +129,7 @@ class VllmReplicas(SteppedEngine):
         self._own.record_reads()
 
     def take_reads(self) -> BlocksByName:
-        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
+        """Return the parts of sent tensors that were read, and stop recording (`RecordsReads.take_reads`)."""
         return self._own.take_reads()
 
     @override
@@ -187,7 +187,7 @@ class VllmReplica(ServedRank):
         self._engine.record_reads()
 
     def take_reads(self) -> BlocksByName:
-        """Return the recorded reads, and stop recording (`RecordsReads.take_reads`)."""
+        """Return the parts of sent tensors that were read, and stop recording (`RecordsReads.take_reads`)."""
         return self._engine.take_reads()
 
 

@@ -48,7 +48,7 @@ _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True)
 class MegatronDividedRow:
-    """Attention plan and token order of a row that context-parallel ranks divide, as one rank needs them."""
+    """Part of one rank in a row that context-parallel ranks divide: attention plan, and order of the tokens."""
 
     plan: AttentionPlan
     """Pieces of attention of this rank's queries, with the keys of the whole row."""
