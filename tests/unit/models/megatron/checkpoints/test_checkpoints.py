@@ -517,7 +517,7 @@ def test_an_export_names_missing_parts(host, tmp_path):
         MegatronTraining().export(weights, tmp_path / "hf")
     _tokenizer().save_pretrained(weights)
     hf_config("qwen2", num_hidden_layers=2).save_pretrained(weights)
-    with pytest.raises(CheckpointError, match="is no qwen2 of its config.json: it lacks .*linear_qkv.bias"):
+    with pytest.raises(CheckpointError, match="is not the qwen2 of its config.json: it lacks .*linear_qkv.bias"):
         MegatronTraining().export(weights, tmp_path / "hf")
     with pytest.raises(CheckpointError, match="is no policy checkpoint of Megatron Core"):
         MegatronTraining().find_weights(tmp_path)
