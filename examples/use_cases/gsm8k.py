@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from datasets import load_dataset
+from parts import write_rows
 
 NUM_VALIDATION = 128
 
@@ -41,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     for name, part, num_rows in (("train", "train", None), ("validation", "test", NUM_VALIDATION)):
         rows = [{"input": row["question"], "output": worked(row["answer"])} for row in read(part, given.source)]
-        text = "".join(json.dumps(row) + "\n" for row in rows[:num_rows])
-        (given.folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        write_rows(given.folder / f"{name}.jsonl", rows[:num_rows])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from parts import write_rows
+
 Row = dict[str, Any]
 
 
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     answers = read(given.evaluation / "evaluation_data.jsonl")
     found = list(pairs(answers, [row["prompt"] for row in read(given.rows)]))
     given.file.parent.mkdir(parents=True, exist_ok=True)
-    given.file.write_text("".join(json.dumps(pair) + "\n" for pair in found), encoding="utf-8")
+    write_rows(given.file, found)
     print(f"{given.file}: {len(found)} pairs of {len(answers)} answers")
 
 

@@ -2,11 +2,16 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 SIZES = {"train": 4000, "validation": 200}
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a file with a JSON object in each line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_parts(
@@ -24,5 +29,4 @@ def write_parts(
     folder = parser.parse_args(arguments).folder
     folder.mkdir(parents=True, exist_ok=True)
     for part, (name, num_rows) in enumerate(SIZES.items()):
-        texts = [json.dumps(row) + "\n" for row in make_rows(num_rows, part, part)]
-        (folder / f"{name}.jsonl").write_text("".join(texts), encoding="utf-8")
+        write_rows(folder / f"{name}.jsonl", make_rows(num_rows, part, part))
