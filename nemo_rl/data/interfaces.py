@@ -12,6 +12,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.schema.data import ImagesConfig
 from nemo_rl.data.messages.content import Content, ImagePart, TextPart, TextRules, content_text
 from nemo_rl.data.model_rows import RowInput, RowInputs
 from nemo_rl.files.regular_file import read_text
@@ -139,6 +140,8 @@ class TaskDataSpec:
     """Parts of a row that the chat template may leave out. If None, `MAY_LEAVE_OUT`."""
     keeps_rows: bool | None = None
     """Whether `extra_env_info` of a prompt contains the columns of the row."""
+    image_limits: ImagesConfig | None = None
+    """Limits on the images of rows. If None, the default ones."""
     prompt: str | None = field(default=None, init=False)
     system_prompt: str | None = field(default=None, init=False)
 
@@ -151,6 +154,11 @@ class TaskDataSpec:
     def rules(self) -> TextRules:
         """Return `text_rules`, or the default rules if it is None."""
         return self.text_rules or TextRules()
+
+    @property
+    def images(self) -> ImagesConfig:
+        """Return `image_limits`, or the default limits if it is None."""
+        return self.image_limits or ImagesConfig.build()
 
     def copy_defaults(self, from_spec: "TaskDataSpec") -> None:
         """Set each attribute that is None to its value in `from_spec`."""

@@ -12,13 +12,16 @@ order of the rows' tokens, whether rows are padded or packed. A batch without su
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.utils.errors import DataError
+
+if TYPE_CHECKING:
+    from nemo_rl.data.images.rows import RowImages
 
 ROW_INPUTS = "row_inputs"
 """Key of a datum (one `RowInputs`), and of a batch (a list of B `RowInputs`)."""
@@ -44,20 +47,46 @@ The function is called again when a rollout has extended the row. A position may
 pickles the function, so it should be a module-level function."""
 
 
-@dataclass(frozen=True, eq=False)
 class RowInput:
-    """One input of a row besides its token ids."""
+    """One input of a row besides its token ids. It must not be changed.
 
-    values: Tensor
-    """The n items of the row, `[n, ...]` on the CPU. n may differ between rows and may be 0. The shape of an item and
-    the dtype must be the same in all rows."""
-    lengths_as: str | None = None
-    """Name of the forward's argument for the number of items of each row, `[b]` int64. None if there is none."""
+    Args:
+        values: the n items of the row, `[n, ...]` on the CPU. n may differ between rows and may be 0. The shape of an
+            item and the dtype must be the same in all rows.
+        lengths_as: name of the forward's argument for the number of items of each row, `[b]` int64. None if there is
+            none.
+        leading_axis: whether the forward's argument is `[1, n, ...]`.
+    """
+
+    def __init__(self, values: Tensor, lengths_as: str | None = None, *, leading_axis: bool = False) -> None:
+        self._values = values
+        self.lengths_as = lengths_as
+        self.leading_axis = leading_axis
+
+    @property
+    def values(self) -> Tensor:
+        """Return the items, `[n, ...]` on the CPU. They must not be changed in place."""
+        return self._values
 
     @property
     def kind(self) -> tuple[torch.dtype, tuple[int, ...], str | None]:
         """Dtype, shape of an item, and `lengths_as`, which must be the same in all rows of a batch."""
-        return self.values.dtype, tuple(self.values.shape[1:]), self.lengths_as
+        return self._values.dtype, tuple(self._values.shape[1:]), self.lengths_as
+
+    def without_items(self) -> "RowInput":
+        """Return an input of the same kind with n = 0."""
+        dtype, shape, lengths_as = self.kind
+        return RowInput(torch.zeros((0, *shape), dtype=dtype), lengths_as, leading_axis=self.leading_axis)
+
+    def require_tensor(self, name: str) -> None:
+        """Check the values.
+
+        Raises:
+            DataError: they are not a tensor `[n, ...]` on the CPU.
+        """
+        values = self._values
+        if not isinstance(values, Tensor) or values.dim() == 0 or values.device.type != "cpu":
+            raise DataError(f"The row input {name!r} must be a tensor [n, ...] on the CPU, got {values!r:.80}.")
 
     def __str__(self) -> str:
         dtype, shape, _ = self.kind
@@ -79,6 +108,8 @@ class RowInputs:
     """Inputs, such as pixel values, by the name of the forward's argument."""
     positions: PositionRule | None = None
     """Function that computes the positions of the tokens. If None, positions are 0 to n - 1."""
+    images: "RowImages | None" = None
+    """The images from which the other fields are made, or None. Only the images are sent and stored."""
 
     def __post_init__(self) -> None:
         """Check names and tensors."""
@@ -90,9 +121,7 @@ class RowInputs:
                 "of the tokens makes them. Give each further input its own name."
             )
         for name, given in self.inputs.items():
-            values = given.values
-            if not isinstance(values, Tensor) or values.dim() == 0 or values.device.type != "cpu":
-                raise DataError(f"The row input {name!r} must be a tensor [n, ...] on the CPU, got {values!r:.80}.")
+            given.require_tensor(name)
 
     def __str__(self) -> str:
         parts = [f"{name} ({given})" for name, given in self.inputs.items()]
@@ -104,37 +133,66 @@ class RowInputs:
         Raises:
             DataError: the row has a position rule, because a checkpoint cannot contain functions.
         """
+        if self.images is not None:
+            return {_IMAGES: self.images.state_dict()}
         if self.positions is not None:
             raise DataError(
                 "A row with its own position rule cannot be stored in a checkpoint: the rule is a function."
             )
-        return {name: [given.values.clone(), given.lengths_as] for name, given in self.inputs.items()}
+        return {
+            name: [given.values.clone(), given.lengths_as, given.leading_axis] for name, given in self.inputs.items()
+        }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
+    def from_state(cls, state: Mapping[str, Any]) -> "RowInputs":
         """Rebuild the inputs of a row from their `state_dict`."""
-        return cls({name: RowInput(values, lengths_as) for name, (values, lengths_as) in state.items()})
+        if _IMAGES in state:
+            from nemo_rl.data.images.rows import RowImages
+
+            return RowImages.from_state(state[_IMAGES]).row_inputs()
+        return cls({name: _input(*given) for name, given in state.items()})
+
+    def require(self, token_ids: Tensor) -> None:
+        """Check that the tokens of a row are those of its images, if it has images.
+
+        Raises:
+            DataError: tokens of an image are missing, or the row has more of them.
+        """
+        if self.images is not None:
+            self.images.require(token_ids.tolist())
 
     @property
     def argument_names(self) -> list[str]:
         """Names of the arguments of the model's forward that the inputs fill."""
         return [*self.inputs, *(given.lengths_as for given in self.inputs.values() if given.lengths_as is not None)]
 
-    def without_items(self) -> Self:
+    def without_items(self) -> "RowInputs":
         """Copy the inputs with n = 0 and without a position rule, for filler rows and for rows that were cut."""
-        empty = {name: RowInput(given.values[:0], given.lengths_as) for name, given in self.inputs.items()}
-        return type(self)(empty)
+        if self.images is not None:
+            return self.images.without_images().row_inputs()
+        return RowInputs({name: given.without_items() for name, given in self.inputs.items()})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = pack_tensors({name: (given.values, given.lengths_as) for name, given in self.inputs.items()})
+        if self.images is not None:
+            return type(self.images).row_inputs, (self.images,)
+        packed = pack_tensors(
+            {name: (given.values, given.lengths_as, given.leading_axis) for name, given in self.inputs.items()}
+        )
         return _rebuild, (packed, self.positions)
 
 
-def _rebuild(packed: dict[str, tuple[Tensor, str | None]], positions: PositionRule | None) -> RowInputs:
-    return RowInputs({name: RowInput(*given) for name, given in packed.items()}, positions)
+_IMAGES = "images"
+
+
+def _input(values: Tensor, lengths_as: str | None = None, leading_axis: bool = False) -> RowInput:
+    return RowInput(values, lengths_as, leading_axis=leading_axis)
+
+
+def _rebuild(packed: dict[str, tuple[Tensor, str | None, bool]], positions: PositionRule | None) -> RowInputs:
+    return RowInputs({name: _input(*given) for name, given in packed.items()}, positions)
 
 
 def row_inputs_of(data: Sequence[Mapping[str, Any]], key: str = ROW_INPUTS) -> dict[str, list[RowInputs]]:
@@ -169,18 +227,24 @@ def completed(column: Sequence[RowInputs | None]) -> list[RowInputs]:
                     f"{given.lengths_as!r} and {first.lengths_as!r}). All rows need the same dtype, shape of an item "
                     "and lengths_as."
                 )
-    empty = {name: RowInput(given.values[:0], given.lengths_as) for name, (_, given) in kinds.items()}
+    images = next((inputs.images for inputs in column if inputs and inputs.images), None)
+    none = RowInputs() if images is None else images.without_images().row_inputs()
+    empty = {name: given.without_items() for name, (_, given) in kinds.items()}
     complete = []
     for given_inputs in column:
-        own = given_inputs or RowInputs()
+        own = given_inputs or none
         complete.append(
-            own if own.inputs.keys() == empty.keys() else RowInputs(empty | dict(own.inputs), own.positions)
+            own
+            if own.inputs.keys() == empty.keys()
+            else RowInputs(empty | dict(own.inputs), own.positions, own.images)
         )
     return complete
 
 
 def forward_arguments(column: Sequence[RowInputs]) -> dict[str, Tensor]:
     """Concatenate the inputs of the rows of one forward pass.
+
+    Arguments for images are left out if no row has an image, because models do not accept empty ones.
 
     Args:
         column: inputs of b rows, as `completed` returns them, in the order of the rows' tokens.
@@ -189,12 +253,21 @@ def forward_arguments(column: Sequence[RowInputs]) -> dict[str, Tensor]:
         By argument: inputs `[n_0 + ... + n_(b-1), ...]`, and item counts `[b]` int64 of those with `lengths_as`.
     """
     arguments: dict[str, Tensor] = {}
+    if lacks_images(column):
+        return arguments
     for name, first in column[0].inputs.items():
         values = [row.inputs[name].values for row in column]
-        arguments[name] = torch.cat(values)
+        joined = torch.cat(values)
+        arguments[name] = joined[None] if first.leading_axis else joined
         if first.lengths_as is not None:
             arguments[first.lengths_as] = torch.tensor([len(items) for items in values], dtype=torch.int64)
     return arguments
+
+
+def lacks_images(column: Sequence[RowInputs]) -> bool:
+    """Return whether rows of a model that reads images have no image."""
+    images = [row.images for row in column if row.images is not None]
+    return bool(images) and not any(each.images for each in images)
 
 
 def has_position_rule(column: Iterable[RowInputs]) -> bool:

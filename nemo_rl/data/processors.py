@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nemo_rl.config.base.names import ROW
+from nemo_rl.data.images.messages import images_in, images_of, inputs_of, load_images, with_parts
 from nemo_rl.data.interfaces import (
     Chat,
     DatumSpec,
@@ -21,6 +22,7 @@ from nemo_rl.data.interfaces import (
 from nemo_rl.data.messages.content import TextRules, content_text
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.conversations import (
+    expand_images,
     feedback_processor,
     finished_datum,
     preference_preprocessor,
@@ -45,6 +47,7 @@ __all__ = [
     "prompt_entry",
     "register_processor",
     "sft_processor",
+    "vlm_hf_data_processor",
 ]
 
 
@@ -153,9 +156,27 @@ def multichoice_qa_processor(
         text_rules=task_data_spec.text_rules,
         tools=task_data_spec.tools,
         keeps_rows=task_data_spec.keeps_rows,
+        image_limits=task_data_spec.image_limits,
     )
     how = _Rendering(spec, tokenizer, max_seq_length, idx)
     return _prompt_datum([{"role": "user", "content": text}], info, datum_dict, how)
+
+
+def vlm_hf_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Make a prompt from a row's `messages` with images, of which the last one is the answer.
+
+    Raises:
+        DataError: the tokenizer's model does not read images (policy.is_vlm).
+    """
+    if images_of(tokenizer) is None:
+        raise DataError("vlm_hf_data_processor needs a model that reads images: set policy.is_vlm=true")
+    return math_hf_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
 
 PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
@@ -166,6 +187,7 @@ PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
     "multichoice_qa_processor": multichoice_qa_processor,
     "nemo_gym_data_processor": nemo_gym_data_processor,
     "sft_processor": sft_processor,
+    "vlm_hf_data_processor": vlm_hf_data_processor,
 }
 
 
@@ -199,6 +221,7 @@ def get_processor(processor_name: str | None) -> TaskDataProcessFnCallable:
 _COLUMNS: dict[TaskDataProcessFnCallable, tuple[str, ...]] = {
     math_hf_data_processor: (),
     math_data_processor: ("problem", "expected_answer"),
+    vlm_hf_data_processor: (),
     multichoice_qa_processor: ("question", "options", "answer", "subject"),
     sft_processor: (),
     preference_preprocessor: (),  # type: ignore[dict-item]
@@ -224,16 +247,20 @@ class _Rendering(NamedTuple):
 
 def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, Any], how: _Rendering) -> DatumSpec:
     offered = [*(tools_of(row) or ()), *(dict(tool) for tool in how.spec.tools)]
-    chat = Chat(messages=with_task_prompts(prompt, how.spec), tools=offered or None)
+    prompt = load_images(prompt, how.tokenizer, how.spec.images)
+    images = images_in(prompt)
+    messages = with_task_prompts(prompt, how.spec)
+    chat = Chat(messages=with_parts(messages, images), tools=offered or None)
     if chat["tools"] is not None:
         info["tools"] = chat["tools"]
     if how.spec.keeps_rows:
         info[ROW] = {key: value for key, value in row.items() if key != "task_name"}
     entry = opening_entry(chat, how.tokenizer, how.max_seq_length, how.spec.rules)
-    RenderedChat(chat["messages"], chat["tools"], entry["content"], how.tokenizer).check(
+    RenderedChat(messages, chat["tools"], entry["content"], how.tokenizer).check(
         how.spec.may_leave_out, task=how.spec.task_name
     )
-    datum = finished_datum([entry], info, row.get("task_name"), how.max_seq_length, how.idx)
+    inputs = inputs_of(images, how.tokenizer)
+    datum = finished_datum([entry], info, row.get("task_name"), how.max_seq_length, how.idx, inputs)
     if datum["loss_multiplier"]:
         datum["chat"] = chat
     return datum
@@ -267,7 +294,9 @@ def prompt_entry(
     variables = chat.get("template_kwargs")
     text = render_chat(messages, tokenizer, add_generation_prompt=True, tools=tools, template_kwargs=variables)
     text = with_bos(text, tokenizer)
-    return {"role": "user", "content": control.shown(text), "token_ids": encode_text(text, tokenizer, longest)}
+    entry = {"role": "user", "content": control.shown(text), "token_ids": encode_text(text, tokenizer, longest)}
+    expand_images([entry], images_in(chat["messages"]), tokenizer)
+    return entry
 
 
 def _take(datum_dict: dict[str, Any], processor: str, *keys: str) -> list[Any]:

@@ -12,11 +12,13 @@ import jinja2
 from transformers import AutoTokenizer
 
 from nemo_rl.config import TokenizerConfig
+from nemo_rl.data.images.messages import bind_images, template_content
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.messages.encoding import bind_template_kwargs
 from nemo_rl.files.regular_file import read_text, require_regular_files
 from nemo_rl.host.processes import call_in_child
-from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, NotBuiltError
+from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +61,18 @@ def get_tokenizer(
             template), None (contents of messages only), the path of a `*.jinja` file, or the text of a template.
             `chat_template_kwargs` are passed to every `apply_chat_template` call; a call's own arguments override them.
             A dict is checked and completed with defaults.
-        get_processor: Must be False.
+        get_processor: Whether the tokenizer reads images, as with `use_processor`.
         trust_remote_code: Whether to run tokenizer code that comes with the model.
         section: Section of the configuration that names the model, for messages.
 
     Raises:
         ConfigError: The tokenizer or the template file cannot be loaded, the template does not end or leaves out the
-            messages, or there is neither a pad nor an end-of-sequence token.
-        NotBuiltError: `get_processor` is True.
+            messages, there is neither a pad nor an end-of-sequence token, or the model's images cannot be read.
     """
-    if get_processor:
-        raise NotBuiltError("get_processor=True belongs to multimodal data (VLM), which is not built yet.")
     tokenizer_config = TokenizerConfig.of(tokenizer_config)
     tokenizer = _load(tokenizer_config.name, trust_remote_code, section)
+    if get_processor or tokenizer_config.use_processor:
+        _read_images(tokenizer, tokenizer_config, section)
     _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name, section)
     if tokenizer_config.chat_template_kwargs:
         bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
@@ -91,6 +92,15 @@ def _load(name: str, trust_remote_code: bool, section: str) -> TokenizerType:
             f"It needs tokenizer.json, or vocabulary files with tokenizer_config.json. "
             f"The loader said: {error}"
         ) from error
+
+
+def _read_images(tokenizer: TokenizerType, config: TokenizerConfig, section: str) -> None:
+    """Let a tokenizer read the images of its model's family."""
+    from nemo_rl.data.images.families import image_family, require_family
+
+    model = load_model_config(config.name, section=f"{section}.tokenizer")
+    require_family(model, config.name, section)
+    bind_images(tokenizer, image_family(model, tokenizer, config.name, config.processor_kwargs))
 
 
 def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name: str, section: str) -> None:
@@ -159,7 +169,10 @@ def _rendered(
 ) -> str | None:
     """Render a chat, or return None if the template refuses it."""
     try:
-        return str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=opens_answer))
+        messages = [{**message, "content": template_content(message["content"], tokenizer)} for message in chat]
+        return str(
+            tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=opens_answer)
+        )
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
         return None
 

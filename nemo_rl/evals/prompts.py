@@ -213,7 +213,11 @@ def load_eval_dataset(data_config: EvalDataConfig | Mapping[str, Any]) -> Proble
         problems,
         processor_name=processor,
         task_spec=TaskDataSpec(
-            config.env_name, config.prompt_file, config.system_prompt_file, text_rules=text_rules(config)
+            config.env_name,
+            config.prompt_file,
+            config.system_prompt_file,
+            text_rules=text_rules(config),
+            image_limits=config.images,
         ),
     )
 

@@ -209,6 +209,17 @@ LEAVE_OUT = (
 )
 
 
+class ImagesConfig(Section):
+    """Limits on the images of rows, for a policy that reads images. A row with an image beyond them is unusable."""
+
+    allow_urls: bool = False
+    """Download images from http and https addresses in rows."""
+    max_megapixels: Factor = 64.0
+    """Largest number of millions of pixels of an image."""
+    max_megabytes: Factor = 64.0
+    """Largest size of an image file in millions of bytes."""
+
+
 class DataConfig(Section):
     """Training and validation data."""
 
@@ -266,6 +277,8 @@ class DataConfig(Section):
     control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
     control_tokens_from_tools: FromTools = Field(default="as_text", description=FROM_TOOLS)
     template_may_leave_out: list[LeftOut] = Field(default=list(MAY_LEAVE_OUT), description=LEAVE_OUT)
+    images: ImagesConfig = Field(default_factory=ImagesConfig)
+    """Limits on images."""
 
     _has_user_data: bool = PrivateAttr(default=False)
 

@@ -224,6 +224,7 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
             part.tools,
             data_config.template_may_leave_out,
             part.keeps_rows,
+            data_config.images,
         )
         for (entry, _), part in zip(entries, parts, strict=True)
     ]

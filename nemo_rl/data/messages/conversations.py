@@ -6,6 +6,7 @@ labelled conversations. Invariant: the tokens of an answer are those that a mode
 conversation that is too long becomes a short stub with `loss_multiplier` 0 and is never trained on.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from nemo_rl.config.base.names import PLAIN_TEXT
+from nemo_rl.data.images.image import Image
+from nemo_rl.data.images.messages import expanded, images_in, inputs_of, load_images
 from nemo_rl.data.interfaces import (
     DatumSpec,
     FeedbackDatumSpec,
@@ -28,7 +31,7 @@ from nemo_rl.data.messages.coverage import RenderedChat
 from nemo_rl.data.messages.encoding import encode_spans, render_chat, with_bos
 from nemo_rl.data.messages.spans import ASSISTANT, ChatRenderer, final_token, message_ends, own_headers
 from nemo_rl.data.messages.template_form import LOSS_FLAGS, is_excluded, tools_of
-from nemo_rl.data.model_rows import ROW_INPUTS
+from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs
 
 TENSOR_KEYS = ("token_ids", "generation_logprobs", "token_loss_mask")
 ENDS = "ends"
@@ -70,9 +73,10 @@ def get_formatted_message_log(
 
     Raises:
         DataError: The chat template rewrites earlier messages when later ones follow, so that the parts of messages
-            cannot be found; it leaves out a part of the row; or it cannot render the chat.
+            cannot be found; it leaves out a part of the row; it cannot render the chat; or an image cannot be used.
     """
     control = control_tokens_of(tokenizer)
+    message_log = load_images(message_log, tokenizer, task_data_spec.images)
     given = with_task_prompts(message_log, task_data_spec)
     excluded = [is_excluded(message) for message in given]
     messages = control.quoted_chat([_without_flags(message) for message in given], task_data_spec.rules)
@@ -92,7 +96,20 @@ def get_formatted_message_log(
         pieces.append(_RenderedPart(message["role"], span[header:], sampled, False if out else usual))
     if pieces:
         _add_ends(pieces, chat, text, add_bos_token, add_eos_token)
-    return _message_log(pieces, tokenizer, longest)
+    log = _message_log(pieces, tokenizer, longest)
+    expand_images(log, images_in(message_log), tokenizer)
+    return log
+
+
+def expand_images(message_log: LLMMessageLogType, images: Sequence[Image], tokenizer: TokenizerType) -> None:
+    """Replace the placeholders of images in the token ids of a log by the tokens of the images, in place.
+
+    Raises:
+        DataError: The numbers of placeholders and images differ.
+    """
+    token_ids = expanded([message["token_ids"] for message in message_log], images, tokenizer)
+    for message, ids in zip(message_log, token_ids, strict=True):
+        message["token_ids"] = ids
 
 
 @dataclass
@@ -176,7 +193,10 @@ def sft_processor(
     if PLAIN_TEXT in datum_dict:
         pieces = [_plain_text(datum_dict, tokenizer, task_data_spec, add_bos, add_eos)]
         log = _message_log(pieces, tokenizer, max_seq_length)
-        return finished_datum(log, None, datum_dict.get("task_name"), max_seq_length, idx)
+        expand_images(log, (), tokenizer)
+        return finished_datum(
+            log, None, datum_dict.get("task_name"), max_seq_length, idx, inputs_of((), tokenizer)
+        )
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
     return _conversation(datum_dict, None, *how)
 
@@ -204,8 +224,9 @@ def _conversation(
     add_generation_prompt: bool,
 ) -> DatumSpec:
     """Return the datum of a row's `messages`. The arguments are those of the functions above."""
+    messages = load_images(row["messages"], tokenizer, spec.images)
     message_log = get_formatted_message_log(
-        row["messages"],
+        messages,
         tokenizer,
         spec,
         add_bos_token=add_bos,
@@ -215,7 +236,8 @@ def _conversation(
         longest=longest,
         num_counted=num_counted,
     )
-    return finished_datum(message_log, None, row.get("task_name"), longest, idx)
+    inputs = inputs_of(images_in(messages), tokenizer)
+    return finished_datum(message_log, None, row.get("task_name"), longest, idx, inputs)
 
 
 def preference_preprocessor(
@@ -244,6 +266,8 @@ def preference_preprocessor(
     )
     if "margin" in pair:
         datum["margin"] = pair["margin"]
+    if ROW_INPUTS in data[0]:
+        datum["row_inputs_chosen"], datum["row_inputs_rejected"] = (each["row_inputs"] for each in data)
     return datum
 
 
@@ -277,6 +301,7 @@ def finished_datum(
     task_name: str | None,
     max_seq_length: int | None,
     idx: int,
+    inputs: RowInputs | None = None,
 ) -> DatumSpec:
     """Make a datum of a log with token ids. A log that is longer than `max_seq_length` becomes a short stub."""
     datum = DatumSpec(
@@ -288,6 +313,8 @@ def finished_datum(
     )
     if task_name is not None:
         datum["task_name"] = task_name
+    if inputs is not None:
+        datum["row_inputs"] = inputs
     if max_seq_length is not None and datum["length"] > max_seq_length:
         cut_to_stub(datum, max_seq_length)
     return datum
@@ -304,6 +331,10 @@ def cut_to_stub(datum: Any, max_seq_length: int | None) -> None:
         message_log: LLMMessageLogType = datum.get(f"message_log{side}", ())
         if not message_log:
             continue
+        inputs: RowInputs | None = datum.get(f"{ROW_INPUTS}{side}")
+        if inputs is not None:
+            _leave_out_images(message_log, inputs)
+            datum[f"{ROW_INPUTS}{side}"] = inputs.without_items()
         room = STUB_TOKENS if max_seq_length is None else max_seq_length // len(message_log)
         keep = max(1, min(STUB_TOKENS, room))
         for message in message_log:
@@ -312,6 +343,12 @@ def cut_to_stub(datum: Any, max_seq_length: int | None) -> None:
                     message[key] = value[:keep].clone()
             message["content"] = content_text(message["content"])[:keep]
         datum[f"length{side}"] = sum(len(message["token_ids"]) for message in message_log)
-        if (inputs := datum.get(f"{ROW_INPUTS}{side}")) is not None:
-            datum[f"{ROW_INPUTS}{side}"] = inputs.without_items()
     datum["loss_multiplier"] = 0.0
+
+
+def _leave_out_images(message_log: LLMMessageLogType, inputs: RowInputs) -> None:
+    """Remove the tokens of images from a log, in place. A message of an image alone keeps no token."""
+    if inputs.images is None:
+        return
+    for message in message_log:
+        message["token_ids"] = inputs.images.kept_tokens(message["token_ids"])

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_rl.config.schema.data import MAY_LEAVE_OUT, LeftOut
 from nemo_rl.data.interfaces import Message, TokenizerType
-from nemo_rl.data.messages.content import texts_between
+from nemo_rl.data.messages.content import IMAGE_MARK, texts_between
 from nemo_rl.data.messages.encoding import render_chat
 from nemo_rl.data.messages.template_form import LOSS_FLAGS, arguments_value
 from nemo_rl.utils.errors import DataError
@@ -103,9 +103,10 @@ class RenderedChat:
 
     def _has_said(self, position: int, span: str, said: str) -> bool:
         """Return whether a message's text is in its span, or elsewhere if the template moves messages of its role."""
-        if _holds(span, said):
+        pieces = tuple(piece for piece in said.split(IMAGE_MARK) if piece.strip())
+        if all(_holds(span, piece) for piece in pieces):
             return True
-        if self.messages[position].get("role") == "assistant" or not _holds(self.text, said):
+        if self.messages[position].get("role") == "assistant" or not all(_holds(self.text, each) for each in pieces):
             return False
         probed = [*self.messages]
         probed[position] = {**probed[position], "content": _PROBE}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jinja2
 
 from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.images.messages import template_content
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import with_texts
 from nemo_rl.utils.errors import DataError
@@ -35,7 +36,7 @@ def for_template(messages: Sequence[Message], tokenizer: TokenizerType) -> list[
     """Return the messages in the form of the tokenizer's chat template.
 
     The role "environment" becomes "user", "function" becomes "tool", and "developer" becomes "system" if the template
-    does not know it. Lists of text parts are joined. The arguments of tool calls become mappings, or JSON text for
+    does not know it. Lists of parts are joined, unless the template reads images. The arguments of tool calls become mappings, or JSON text for
     templates that join arguments to other text.
 
     Args:
@@ -55,6 +56,7 @@ def _for_template(message: dict[str, Any], tokenizer: TokenizerType) -> dict[str
         form = arguments_form(tokenizer)
         message["tool_calls"] = [_call(call, form) for call in message["tool_calls"]]
         message["content"] = message.get("content") or ""
+    message["content"] = template_content(message.get("content"), tokenizer)
     return message
 
 

@@ -11,7 +11,15 @@ from pydantic import Field
 
 from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.base.value_types import Amount, AmountOrMinusOne, Count, FactorOrZero, Seconds, Tokens
-from nemo_rl.config.schema.data import FROM_TOOLS, IN_ROWS, FromTools, InRows, Operand, numbers_without_effect
+from nemo_rl.config.schema.data import (
+    FROM_TOOLS,
+    IN_ROWS,
+    FromTools,
+    ImagesConfig,
+    InRows,
+    Operand,
+    numbers_without_effect,
+)
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.config.schema.model.generation import EngineConfig, GenerationConfig, TopK
 from nemo_rl.config.schema.model.policy import TokenizerConfig
@@ -144,3 +152,5 @@ class EvalDataConfig(Section):
     """Share of unusable rows above which a data set is refused."""
     control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
     control_tokens_from_tools: FromTools = Field(default="as_text", description=FROM_TOOLS)
+    images: ImagesConfig = Field(default_factory=ImagesConfig)
+    """Limits on images."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.availability import Only, OnlyWith
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.base.value_types import Count, CountOrZero, Factor, Tokens, Workers
 from nemo_rl.config.schema.model.generation import GenerationConfig
@@ -51,9 +51,8 @@ class TokenizerConfig(Section):
     """The tokenizer and its chat template."""
 
     later: ClassVar[dict[str, str]] = {
-        "use_processor": "multimodal processors",
-        "audio": "multimodal processors",
-        "video": "multimodal processors",
+        "audio": "models that hear sound",
+        "video": "models that see videos",
     }
     ignored: ClassVar[dict[str, str]] = {"use_fastokens": "the tokenizer of transformers gives the same tokens"}
 
@@ -63,6 +62,10 @@ class TokenizerConfig(Section):
     """default: the tokenizer's own; null: unchanged message texts; a .jinja file; or a template text."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Additional arguments for the chat template."""
+    use_processor: bool = False
+    """Read images with the image processor of this folder, which needs the extra `vision`."""
+    processor_kwargs: Annotated[dict[str, Any] | None, OnlyWith("use_processor")] = None
+    """Settings of the image processor to change, such as size; null: those of its folder."""
 
 
 class RewardModelConfig(Section):
@@ -139,7 +142,6 @@ class PolicyConfig(Section):
         "disable_modelopt_layer_spec": "quantised training",
         "dequantize_base_checkpoint": "fp8 checkpoints",
         "fsdp_offload_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.cpu_offload)",
-        "is_vlm": "vision-language models",
         "pretrained_checkpoint": "starting from a Megatron checkpoint (policy.model_name names a Hugging Face model)",
         "quant_batch_size": "quantised training",
         "quant_calib_data": "quantised training",
@@ -166,6 +168,9 @@ class PolicyConfig(Section):
 
     model_name: str
     """Hub id or folder of the model."""
+    is_vlm: bool = derived("${.tokenizer.use_processor}")
+    """Read images, and train the parts of the model that read them; always the same as tokenizer.use_processor. false:
+    a model that also reads images is trained on text, and these parts stay as they are."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """Tokenizer and chat template."""
     precision: Annotated[

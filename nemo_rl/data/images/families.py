@@ -1,0 +1,368 @@
+"""Describe how families of models read images: the tokens of an image, its tensors, and the positions of tokens.
+
+A chat template writes one placeholder for each image. `ImageFamily.tokens_of` replaces it by the tokens that the model
+reads. This happens once, when a row becomes a datum. Engines and trainers get the replaced tokens. Invariant: tokens
+and tensors are those of the family's processor in transformers (tests compare them), and the number of placeholder
+tokens of a row is the number of features that the model makes of its images.
+
+A family is a small picklable value: the settings of the image processor, and token ids. Its image processor is built
+in each process that makes pixels.
+"""
+
+import hashlib
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nemo_rl.data.images.image import Image
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.model_rows import PositionRule, RowInputs
+from nemo_rl.utils.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class ItemKind:
+    """The items that a row contributes to an argument of the model's forward."""
+
+    shape: tuple[int, ...]
+    """Shape of one item."""
+    dtype: torch.dtype = torch.float32
+    leading_axis: bool = False
+    """Whether the argument has a first axis of size 1 before the items."""
+
+
+@dataclass(frozen=True)
+class ImageFamily(ABC):
+    """A family of models with its image processor.
+
+    Attributes:
+        settings: the image processor as JSON text.
+        placeholder: id of the token that the model replaces by a feature of an image.
+        never_sampled: ids of tokens that stand for images, sounds or videos, which an answer must not contain.
+    """
+
+    settings: str
+    placeholder: int
+    never_sampled: tuple[int, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a hash of the settings. Pixels of an image are equal if it is equal."""
+        return hashlib.sha256(self.settings.encode()).hexdigest()[:16]
+
+    @property
+    @abstractmethod
+    def kinds(self) -> Mapping[str, ItemKind]:
+        """Return the arguments of the model's forward that hold images."""
+
+    @abstractmethod
+    def tokens_of(self, image: Image) -> list[int]:
+        """Return the token ids that replace the placeholder of an image."""
+
+    @abstractmethod
+    def tensors_of(self, image: Image) -> dict[str, Tensor]:
+        """Return the items of an image for each of `kinds`, `[n, ...]` on the CPU.
+
+        Raises:
+            DataError: the image processor makes other numbers of items than `tokens_of` says.
+        """
+
+    @abstractmethod
+    def blank(self) -> tuple[list[int], dict[str, Tensor]]:
+        """Return tokens and tensors of a smallest image, for forward passes that have no image (`rows`)."""
+
+    def positions(self, images: Sequence[Image]) -> PositionRule | None:
+        """Return the rule for the positions of a row's tokens, or None for 0 to n - 1."""
+        return None
+
+    def is_embed(self, tokens: Sequence[int]) -> Tensor:
+        """Return which of an image's tokens are replaced by features, `[n]` bool."""
+        return torch.tensor(tokens) == self.placeholder
+
+    def num_features(self, image: Image) -> int:
+        """Return the number of features of an image."""
+        return self.tokens_of(image).count(self.placeholder)
+
+    def processed(self, image: Image) -> Mapping[str, Tensor]:
+        """Return the result of the family's image processor for one image."""
+        made: Mapping[str, Tensor] = image_processor(self.settings)(images=[image.picture()], return_tensors="pt")
+        return made
+
+
+@lru_cache(maxsize=8)
+def image_processor(settings: str) -> Any:
+    """Build the image processor of transformers that JSON settings describe."""
+    import transformers
+
+    values = json.loads(settings)
+    return getattr(transformers, values["image_processor_type"]).from_dict(values)
+
+
+@dataclass(frozen=True)
+class QwenImages(ImageFamily):
+    """Qwen2.5-VL and Qwen3-VL: an image of any size becomes a grid of patches, and positions have three dimensions.
+
+    Attributes:
+        patch: height and width of a patch in pixels.
+        merge: number of patches along each side that become one feature.
+        temporal: number of frames of a patch; an image is repeated.
+        channels: number of colors.
+    """
+
+    patch: int = 14
+    merge: int = 2
+    temporal: int = 2
+    channels: int = 3
+
+    @cached_property
+    def kinds(self) -> Mapping[str, ItemKind]:
+        """Return the patches `[n, c t p p]` and the grids `[images, 3]`."""
+        width = self.channels * self.temporal * self.patch**2
+        return {"pixel_values": ItemKind((width,)), "image_grid_thw": ItemKind((3,), torch.int64)}
+
+    def grid(self, image: Image) -> tuple[int, int]:
+        """Return the numbers of rows and columns of an image's patches."""
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        size = json.loads(self.settings)["size"]
+        width, height = image.size
+        try:
+            rows, columns = smart_resize(
+                height,
+                width,
+                factor=self.patch * self.merge,
+                min_pixels=size["shortest_edge"],
+                max_pixels=size["longest_edge"],
+            )
+        except ValueError as error:
+            raise DataError(f"{image} does not fit the model: {error}") from None
+        return rows // self.patch, columns // self.patch
+
+    def tokens_of(self, image: Image) -> list[int]:
+        """Return the placeholder for each feature."""
+        rows, columns = self.grid(image)
+        return [self.placeholder] * (rows * columns // self.merge**2)
+
+    def tensors_of(self, image: Image) -> dict[str, Tensor]:
+        """Return the patches and the grid."""
+        made = self.processed(image)
+        grid = torch.tensor([[1, *self.grid(image)]])
+        if not torch.equal(made["image_grid_thw"], grid):
+            found = made["image_grid_thw"].tolist()
+            raise DataError(f"{image}: the image processor made the grid {found}, not {grid.tolist()}.")
+        return {"pixel_values": made["pixel_values"].float(), "image_grid_thw": grid}
+
+    def blank(self) -> tuple[list[int], dict[str, Tensor]]:
+        """Return an image with one feature."""
+        shapes = {name: kind.shape for name, kind in self.kinds.items()}
+        pixels = torch.zeros(self.merge**2, *shapes["pixel_values"])
+        return [self.placeholder], {
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor([[1, self.merge, self.merge]]),
+        }
+
+    def positions(self, images: Sequence[Image]) -> PositionRule:
+        """Return the rule of M-RoPE (arXiv:2409.12191, section 2.1)."""
+        sizes = [tuple(side // self.merge for side in self.grid(image)) for image in images]
+        return GridPositions(self.placeholder, tuple(sizes))
+
+
+@dataclass(frozen=True)
+class GridPositions:
+    """Positions `[3, n]` of M-RoPE: text advances all three, and features of an image have time, row and column.
+
+    Attributes:
+        placeholder: id of the token of a feature.
+        sizes: rows and columns of features of each image.
+    """
+
+    placeholder: int
+    sizes: tuple[tuple[int, ...], ...]
+
+    def __call__(self, token_ids: Tensor, inputs: RowInputs) -> Tensor:
+        """Return the positions of a row, `[3, n]` int64."""
+        positions = torch.empty(3, len(token_ids), dtype=torch.int64)
+        places = (token_ids == self.placeholder).nonzero().flatten().tolist()
+        end, following, used = 0, 0, 0
+        for rows, columns in self.sizes:
+            if used >= len(places):
+                break  # a row that ends before its last image
+            start, length = places[used], rows * columns
+            positions[:, end:start] = torch.arange(following, following + start - end)
+            following += start - end
+            stop = min(start + length, len(token_ids))
+            place = torch.arange(length)[: stop - start]
+            positions[0, start:stop] = following
+            positions[1, start:stop] = following + place // columns
+            positions[2, start:stop] = following + place % columns
+            end, following, used = stop, following + max(rows, columns), used + length
+        positions[:, end:] = torch.arange(following, following + len(token_ids) - end)
+        return positions
+
+
+@dataclass(frozen=True)
+class IdeficsImages(ImageFamily):
+    """Idefics3 and SmolVLM: an image becomes square tiles of one size, and each tile has the same number of features.
+
+    Attributes:
+        tile: height and width of a tile in pixels.
+        features: number of features of a tile.
+        around: token ids before and after the features of a tile.
+        whole: token ids that announce the tile with the whole image.
+        parts: token ids that announce the tile in a row and a column, by (row, column) from 1.
+        line: token ids of a line break, after a row of tiles.
+        last_line: token ids of the two line breaks after the last row.
+        channels: number of colors.
+    """
+
+    tile: int = 364
+    features: int = 169
+    around: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    parts: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    line: tuple[int, ...] = ()
+    last_line: tuple[int, ...] = ()
+    channels: int = 3
+
+    @cached_property
+    def kinds(self) -> Mapping[str, ItemKind]:
+        """Return the tiles `[1, n, c, h, w]`."""
+        return {"pixel_values": ItemKind((self.channels, self.tile, self.tile), leading_axis=True)}
+
+    def _grid(self, image: Image) -> tuple[int, int]:
+        """Return the numbers of rows and columns of an image's tiles, or (0, 0) for the whole image alone."""
+        width, height = image.size
+        _, rows, columns = image_processor(self.settings).get_number_of_image_patches(height, width, {})
+        return rows, columns
+
+    def tokens_of(self, image: Image) -> list[int]:
+        """Return the tokens of all tiles, each with the tokens that announce it."""
+        rows, columns = self._grid(image)
+        tile = [self.placeholder] * self.features
+        tokens: list[int] = []
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                if (row, column) not in self.parts:
+                    raise DataError(f"{image} has {rows} x {columns} tiles, for which the model has no tokens.")
+                tokens += [*self.around, *self.parts[row, column], *tile]
+            tokens += self.line if row < rows else self.last_line
+        return [*tokens, *self.around, *self.whole, *tile, *self.around]
+
+    def tensors_of(self, image: Image) -> dict[str, Tensor]:
+        """Return the tiles, of which the last one is the whole image."""
+        made = self.processed(image)
+        tiles, (rows, columns) = made["pixel_values"][0].float(), self._grid(image)
+        expected = (rows * columns + 1, self.channels, self.tile, self.tile)
+        if tuple(tiles.shape) != expected or not made["pixel_attention_mask"].all():
+            raise DataError(f"{image}: the image processor made {list(tiles.shape)}, not {list(expected)} full tiles.")
+        return {"pixel_values": tiles}
+
+    def blank(self) -> tuple[list[int], dict[str, Tensor]]:
+        """Return one tile. The model would drop a tile of zeros."""
+        tokens = [*self.around, *self.whole, *[self.placeholder] * self.features, *self.around]
+        return tokens, {"pixel_values": torch.ones(1, self.channels, self.tile, self.tile)}
+
+
+def _qwen(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) -> QwenImages:
+    return QwenImages(
+        settings=json.dumps(settings, sort_keys=True),
+        placeholder=config.image_token_id,
+        never_sampled=(config.image_token_id, config.video_token_id),
+        patch=settings["patch_size"],
+        merge=settings["merge_size"],
+        temporal=settings["temporal_patch_size"],
+    )
+
+
+def _idefics(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) -> IdeficsImages:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    vision = config.vision_config
+    features = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+    sides = [(row, column) for row in range(1, 7) for column in range(1, 7)]
+    return IdeficsImages(
+        settings=json.dumps(settings, sort_keys=True),
+        placeholder=config.image_token_id,
+        never_sampled=(config.image_token_id,),
+        tile=settings["max_image_size"]["longest_edge"],
+        features=features,
+        around=ids("<fake_token_around_image>"),
+        whole=ids("<global-img>"),
+        parts={(row, column): ids(f"<row_{row}_col_{column}>") for row, column in sides},
+        line=ids("\n"),
+        last_line=ids("\n\n"),
+    )
+
+
+FAMILIES: dict[str, Callable[[Any, dict[str, Any], TokenizerType], ImageFamily]] = {
+    "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen,
+    "idefics3": _idefics,
+    "smolvlm": _idefics,
+}
+"""Families by the `model_type` of their configuration."""
+REFUSED = {
+    "gemma3": "tokens of an image see each other in both directions, which engines on CPUs do not compute",
+    "gemma4": "tokens of an image see each other in both directions, which engines on CPUs do not compute",
+    "llava_onevision": "transformers and vLLM make different tokens of several images",
+    "mllama": "its images are read by cross-attention",
+}
+"""Other models that read images, with the reason why they cannot be used with images."""
+
+
+def require_family(config: PretrainedConfig, model_name: str, section: str = "policy") -> None:
+    """Refuse a model whose images the library does not read.
+
+    Raises:
+        ConfigError: the model reads only text, or belongs to another family.
+    """
+    if config.model_type in FAMILIES:
+        return
+    reason = REFUSED.get(config.model_type, f"it is a {config.model_type} model")
+    raise ConfigError(
+        f"{section}.model_name={model_name!r} cannot read images here: {reason}. Models that can: "
+        f"{', '.join(FAMILIES)}. Set {section}.is_vlm=false to train on text alone."
+    )
+
+
+def image_family(
+    config: PretrainedConfig, tokenizer: TokenizerType, processor_name: str, overrides: Mapping[str, Any] | None = None
+) -> ImageFamily:
+    """Describe the images of a model.
+
+    Args:
+        config: configuration of the model, of a family that `require_family` accepts.
+        tokenizer: tokenizer of the model.
+        processor_name: folder or hub id with the image processor's settings.
+        overrides: settings of the image processor to change, such as `size`.
+
+    Raises:
+        ConfigError: a package is missing, or there is no image processor.
+    """
+    settings = _settings(processor_name, dict(overrides or {}))
+    return FAMILIES[config.model_type](config, settings, tokenizer)
+
+
+def _settings(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    if importlib.util.find_spec("torchvision") is None:
+        raise ConfigError(
+            "Images need the package torchvision, which the extra `vision` installs: uv sync --extra vision."
+        )
+    from transformers import AutoImageProcessor
+
+    try:
+        made = AutoImageProcessor.from_pretrained(name, trust_remote_code=False, **overrides)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{name!r} has no image processor that can be loaded: {error}") from error
+    values: dict[str, Any] = json.loads(made.to_json_string())
+    values["image_processor_type"] = type(made).__name__
+    return values
