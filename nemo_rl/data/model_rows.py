@@ -266,8 +266,7 @@ def forward_arguments(column: Sequence[RowInputs]) -> dict[str, Tensor]:
 
 def lacks_images(column: Sequence[RowInputs]) -> bool:
     """Return whether rows of a model that reads images have no image."""
-    images = [row.images for row in column if row.images is not None]
-    return bool(images) and not any(each.images for each in images)
+    return bool(column) and all(row.images is not None and not row.images.images for row in column)
 
 
 def has_position_rule(column: Iterable[RowInputs]) -> bool:

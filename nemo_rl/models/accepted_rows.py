@@ -15,7 +15,7 @@ from nemo_rl.utils.errors import ConfigError
 
 WHO_ACCEPTS = (
     "Rows with further inputs, or with positions of their own, are accepted by policy.dtensor_cfg without pipeline and "
-    "context parallelism and by policy.generation.backend=hf."
+    "context parallelism and by policy.generation.backend=hf. Rows with images are also accepted by vllm."
 )
 
 
@@ -29,9 +29,13 @@ class AcceptedRows:
     """Whether further inputs are accepted. The model's forward must have parameters with their names."""
     positions: bool = False
     """Whether rows with their own position rule are accepted."""
+    images: bool = False
+    """Whether rows with images (`data.images.rows`) are accepted."""
 
     def refusal(self, row: RowInputs) -> str | None:
         """Return why a row is refused, or None if it is accepted."""
+        if row.images is not None and self.images:
+            return None
         if (self.inputs or not row.inputs) and (self.positions or row.positions is None):
             return None
         takes = ["token ids"] + ["further inputs"] * self.inputs + ["positions of their own"] * self.positions

@@ -243,6 +243,11 @@ class IdeficsImages(ImageFamily):
         _, rows, columns = image_processor(self.settings).get_number_of_image_patches(height, width, {})
         return rows, columns
 
+    def num_tiles(self, image: Image) -> int:
+        """Return the number of tiles of an image, with the one that shows all of it."""
+        rows, columns = self._grid(image)
+        return rows * columns + 1
+
     def tokens_of(self, image: Image) -> list[int]:
         """Return the tokens of all tiles, each with the tokens that announce it."""
         rows, columns = self._grid(image)
@@ -275,7 +280,7 @@ def _qwen(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) -> Qw
     return QwenImages(
         settings=json.dumps(settings, sort_keys=True),
         placeholder=config.image_token_id,
-        never_sampled=(config.image_token_id, config.video_token_id),
+        never_sampled=media_tokens(config),
         patch=settings["patch_size"],
         merge=settings["merge_size"],
         temporal=settings["temporal_patch_size"],
@@ -292,7 +297,7 @@ def _idefics(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) ->
     return IdeficsImages(
         settings=json.dumps(settings, sort_keys=True),
         placeholder=config.image_token_id,
-        never_sampled=(config.image_token_id,),
+        never_sampled=media_tokens(config),
         tile=settings["max_image_size"]["longest_edge"],
         features=features,
         around=ids("<fake_token_around_image>"),
@@ -301,6 +306,16 @@ def _idefics(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) ->
         line=ids("\n"),
         last_line=ids("\n\n"),
     )
+
+
+PROJECTORS = ("merger", "deepstack_merger_list", "connector")
+"""Names of the modules that map features of a tower to the text model's size."""
+
+
+def media_tokens(config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the ids of the tokens that stand for images and videos in a model of a family."""
+    ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
+    return tuple(token for token in ids if isinstance(token, int))
 
 
 FAMILIES: dict[str, Callable[[Any, dict[str, Any], TokenizerType], ImageFamily]] = {

@@ -23,6 +23,8 @@ class SamplingDensity:
     """Number of largest logits that are kept. If None, all."""
     top_p: float = 1.0
     """Probability that the smallest kept set of tokens reaches. 1.0 keeps all tokens."""
+    never: tuple[int, ...] = ()
+    """Ids of tokens that the sampler never draws, such as placeholders of images."""
 
     def __post_init__(self) -> None:
         """Refuse values that do not define a density.
@@ -46,7 +48,7 @@ class SamplingDensity:
         return self.top_k is not None or self.top_p < 1.0
 
     def unfiltered(self) -> "SamplingDensity":
-        """Return the density with the same temperature over all tokens."""
+        """Return the density with the same temperature over all tokens, including those that are never drawn."""
         return SamplingDensity(self.temperature)
 
 
@@ -94,6 +96,8 @@ def logits_of_density(logits_nV: Tensor, targets_n: Tensor, density: SamplingDen
         group: the ranks that divide the vocabulary.
     """
     x_nV = logits_nV if density.temperature == 1.0 else logits_nV / density.temperature
+    if density.never:
+        x_nV = _without(x_nV, targets_n, density.never, group)
     if not density.filters:
         return x_nV
     whole_nV = all_gather(x_nV, 1, group, partial_gradient=False)
@@ -103,6 +107,18 @@ def logits_of_density(logits_nV: Tensor, targets_n: Tensor, density: SamplingDen
     ids_nk = columns(targets_n)
     filtered_nV = filtered_nV.scatter(-1, ids_nk, whole_nV.gather(-1, ids_nk))
     return filtered_nV if group is None else part_of(filtered_nV, 1, group).contiguous()
+
+
+def _without(x_nV: Tensor, targets_n: Tensor, never: tuple[int, ...], group: Group) -> Tensor:
+    """Return a copy of logits with -inf for tokens that are never drawn, unless they are targets."""
+    x_nV = x_nV.clone()
+    first_id = 0 if group is None else group.rank() * x_nV.shape[1]
+    for token in never:
+        column = token - first_id
+        if 0 <= column < x_nV.shape[1]:
+            is_target_n = (columns(targets_n) == token).any(dim=1)
+            x_nV[:, column] = x_nV[:, column].where(is_target_n, -math.inf)
+    return x_nV
 
 
 def columns(targets_n: Tensor) -> Tensor:

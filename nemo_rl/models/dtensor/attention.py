@@ -30,7 +30,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, PackedRow, Piece, Scoring, plan_of_row
-from nemo_rl.models.huggingface.load import WITHOUT_PACKING
+from nemo_rl.models.huggingface.load import WITHOUT_PACKING, attention_of_parts
 from nemo_rl.models.training.inputs import packed_model_inputs
 from nemo_rl.models.training.shared_prefixes import share_prefixes
 from nemo_rl.utils.errors import ConfigError
@@ -136,6 +136,11 @@ def register_varlen_attention() -> str:
     return VARLEN_ATTENTION
 
 
+def set_attention(model: PreTrainedModel, text_attention: str) -> None:
+    """Set the attention of a model, in place. Modules that read images keep an attention that is not causal."""
+    model.set_attn_implementation(attention_of_parts(model.config, text_attention))
+
+
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
@@ -172,7 +177,7 @@ def use_registered_attention(
     try:
         if not model._can_set_attn_implementation():
             raise ConfigError(f"{type(model).__name__} computes its attention in its own code.")
-        model.set_attn_implementation(register_varlen_attention())
+        set_attention(model, register_varlen_attention())
         if packed:
             verify_packing(model, forward)
         if divided:
@@ -184,7 +189,7 @@ def use_registered_attention(
             raise
         if own == VARLEN_ATTENTION:  # the model already has the registered attention
             own = "eager"
-        model.set_attn_implementation(own)
+        set_attention(model, own)
         logger.info("%s keeps its own attention (%s): %s", type(model).__name__, own, error)
     return model
 
@@ -249,14 +254,14 @@ def _verify(model: PreTrainedModel, forward: Forward, layout: str, lay_out: _Lay
         with _short_windows(model):
             model_inputs, in_order = lay_out(segments)
             ours = in_order(forward(model, model_inputs))
-            model.set_attn_implementation("eager")
+            set_attention(model, "eager")
             own = _rows_of(forward(model, _padded(segments)))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error} {way_out}") from error
     except (TypeError, AttributeError, IndexError, KeyError) as error:
         raise ConfigError(f"{name} does not take {layout} inputs ({error!r}). {way_out}") from error
     finally:
-        model.set_attn_implementation(VARLEN_ATTENTION)
+        set_attention(model, VARLEN_ATTENTION)
         model.train(was_training)
     worst = (ours - own).abs().max().item()
     allowed = (1e-4 if ours.dtype == torch.float32 else 3e-2) * own.abs().max().item()

@@ -68,7 +68,7 @@ class DTensorTraining(FolderBackend):
         sizes = {"pipeline": section.pipeline_parallel_size, "context": section.context_parallel_size}
         divided = [f"{name}_parallel_size={size}" for name, size in sizes.items() if size > 1]
         reader = f"policy.{policy.backend_key}{''.join(f' with {size}' for size in divided)}"
-        return AcceptedRows(reader, inputs=not divided, positions=not divided)
+        return AcceptedRows(reader, inputs=not divided, positions=not divided, images=not divided)
 
     @override
     def rank_memory(self) -> "type[RankMemory]":

@@ -13,6 +13,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.capacity.memory import engine_memory
 from nemo_rl.models.draft.choice import shape_of
+from nemo_rl.data.images.families import media_tokens
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind, reports_experts
@@ -76,8 +77,14 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         optimizations=cluster.optimizations,
         reports_experts=policy.router_replay.enabled,
         draft=shape_of(policy) if policy.draft.enabled else None,
+        media_tokens=sampled_never(policy),
         trains_mtp=proposes_by_trained_layers(policy),
     )
+
+
+def sampled_never(policy: PolicyConfig) -> tuple[int, ...]:
+    """Return the ids of tokens that stand for images, which a policy that reads images never draws."""
+    return media_tokens(load_model_config(policy.model_name, policy.hf_config_overrides)) if policy.is_vlm else ()
 
 
 def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:

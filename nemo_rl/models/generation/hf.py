@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, override
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has_position_rule, position_ids
 from nemo_rl.models.accepted_rows import require_parameters
@@ -20,10 +20,10 @@ from nemo_rl.models.generation.rows import RowsEngine
 from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
-from nemo_rl.models.huggingface.load import hold_in_float32
+from nemo_rl.models.huggingface.load import auto_class, hold_in_float32, load_model_config
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, require_finite
-from nemo_rl.utils.errors import ConfigError, GenerationError
+from nemo_rl.utils.errors import ConfigError, DataError, GenerationError
 
 
 class FurtherInputs(NamedTuple):
@@ -101,7 +101,8 @@ class HfEngine(BatchedEngine):
 
     def __init__(self, settings: EngineSettings):
         self._device = torch.device(settings.device)
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        kind: Any = auto_class(load_model_config(settings.model_name))
+        model: Any = kind.from_pretrained(
             settings.model_name,
             dtype=getattr(torch, settings.precision),
             trust_remote_code=False,
@@ -121,8 +122,9 @@ class HfEngine(BatchedEngine):
         """Queue a request. The model's body must have parameters for all inputs of the row."""
         if request.row_inputs is not None:
             try:
+                request.row_inputs.require(torch.tensor(request.prompt_token_ids))
                 require_parameters(body(self._model), request.row_inputs.argument_names)
-            except ConfigError as error:
+            except (ConfigError, DataError) as error:
                 raise GenerationError(str(error)) from error
         super().add_request(request_id, request)
 

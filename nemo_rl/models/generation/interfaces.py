@@ -263,6 +263,8 @@ class EngineSettings:
     """Whether to return the experts that each layer chose for each token (`GenerationResult.routed_experts`)."""
     draft: DraftShape | None = None
     """Sizes of the draft model that is trained with the policy. None without such a model."""
+    media_tokens: tuple[int, ...] = ()
+    """Ids of the tokens that stand for images, which are never drawn. Empty if the engine reads text only."""
     trains_mtp: bool = False
     """Whether the policy's own multi-token-prediction layers propose tokens. Every sync sends these layers."""
 

@@ -55,6 +55,8 @@ class EngineKind:
     """Largest number of sequences that run concurrently on the CPU. None without such a limit."""
     accepts_inputs: bool = False
     """Whether the engine accepts rows with further inputs and position rules (`data.model_rows`)."""
+    accepts_images: bool = False
+    """Whether the engine accepts rows with images (`data.images.rows`) although it accepts no other inputs."""
     accepts_grammars: bool = False
     """Whether the engine obeys `SamplingParams.grammar`."""
     reports_experts: bool = False
@@ -78,6 +80,7 @@ ENGINES = {
         ),
         "nemo_rl.models.generation.vllm.check.check_model",
         CPU_SEQUENCES,
+        accepts_images=True,
         accepts_grammars=True,
         reports_experts=True,
         speculates=True,
@@ -116,7 +119,8 @@ def engine_rows(backend: str) -> AcceptedRows:
     """
     known = ENGINES.get(backend)
     accepts = known.accepts_inputs if known else bool(getattr(engine_class(backend), "accepts_inputs", False))
-    return AcceptedRows(f"policy.generation.backend={backend}", inputs=accepts, positions=accepts)
+    images = accepts or (known is not None and known.accepts_images)
+    return AcceptedRows(f"policy.generation.backend={backend}", inputs=accepts, positions=accepts, images=images)
 
 
 def grammar_refusal(backend: str) -> str | None:

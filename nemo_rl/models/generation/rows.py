@@ -114,6 +114,7 @@ class RowsEngine(SteppedEngine):
     def __init__(self, settings: EngineSettings, vocab_size: int) -> None:
         super().__init__()
         self._max_model_len, self._vocab_size = settings.max_model_len, vocab_size
+        self._media_tokens = settings.media_tokens
         self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name, trust_remote_code=False)
         self._waiting: list[Row] = []
         self._active: list[Row] = []
@@ -141,7 +142,8 @@ class RowsEngine(SteppedEngine):
     def extend(self, row: Row, logits_V: Tensor) -> int:
         """Draw the next token of a row, check whether it ends the response, and return the token."""
         sampling = row.request.sampling
-        token, logprob = draw(logits_V, sampling, row.generator, banned_tokens(row.bad_words, row.token_ids))
+        banned = [*banned_tokens(row.bad_words, row.token_ids), *self._media_tokens]
+        token, logprob = draw(logits_V, sampling, row.generator, banned)
         row.token_ids.append(token)
         row.logprobs.append(logprob)
         if token in sampling.stop_token_ids or self._hits_stop_string(row):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from nemo_rl.data.images.families import FAMILIES
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,10 +17,21 @@ if TYPE_CHECKING:
 def body(hf: "PreTrainedModel") -> nn.Module:
     """Return the model without its head, or the model itself if it has no such part.
 
-    In Llama 4's text models, the body's name is not their `base_model_prefix`. For a model that also reads images or
-    sound, return its text model, which gives the same results for text as the whole model.
+    For a model of `images.families`, this includes the modules that read images. For any other model that reads more
+    than text, it is the text model, which gives the same results for text as the whole model.
     """
+    return _whole(hf) if hf.config.model_type in FAMILIES else text_model(hf)
+
+
+def _whole(hf: "PreTrainedModel") -> nn.Module:
+    """Return the model without its head. In Llama 4's text models, its name is not their `base_model_prefix`."""
     whole: nn.Module = hf.base_model if hf.base_model is not hf else getattr(hf, "model", hf)
+    return whole
+
+
+def text_model(hf: "PreTrainedModel") -> nn.Module:
+    """Return the part of the model that reads token embeddings, without the head."""
+    whole = _whole(hf)
     text = hf.config.get_text_config()
     if text is hf.config:
         return whole
@@ -29,7 +41,7 @@ def body(hf: "PreTrainedModel") -> nn.Module:
 
 def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
     """Return the modules that read images or sound, such as a vision tower, or an empty list for a text model."""
-    whole, text = hf.base_model, body(hf)
+    whole, text = hf.base_model, text_model(hf)
     if hf.config.get_text_config() is hf.config or text is whole or text is hf:
         return []
     around = {id(module) for module in whole.modules() if any(part is text for part in module.modules())}
@@ -50,7 +62,7 @@ def decoder_layers(hf: "PreTrainedModel") -> list[nn.Module]:
     Raises:
         ConfigError: the architecture has no list of layers.
     """
-    layers = getattr(body(hf), "layers", None)
+    layers = getattr(text_model(hf), "layers", None)
     if isinstance(layers, nn.ModuleList):
         return list(layers)
     names = set(hf._no_split_modules or ())

@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from nemo_rl.data.images.families import FAMILIES
 from nemo_rl.distributed.parallel_logprobs import initial_head
 from nemo_rl.files.regular_file import require_regular_files
 from nemo_rl.models.huggingface.tensor_files import cached_folder, model_folder
@@ -76,16 +77,22 @@ def load_causal_lm(
         ConfigError: the model has no configuration, does not accept an attention function, or an override names no
             field of its configuration.
     """
-    from transformers import AutoModelForCausalLM
-
     files = _files_of(model_name)  # first, so that one rank per machine contacts the hub
     config = load_model_config(model_name, config_overrides)
     require_text_model(config, model_name)
-    attention = attention_choice(config, attn_implementation, AutoModelForCausalLM)
-    model = AutoModelForCausalLM.from_pretrained(
+    kind = auto_class(config)
+    attention = attention_choice(config, attn_implementation, kind)
+    model = kind.from_pretrained(
         files, config=config, dtype=torch.float32, trust_remote_code=False, **attention
     )
     return model.eval()
+
+
+def auto_class(config: PretrainedConfig) -> "type[_BaseAutoModelClass]":
+    """Return the class of transformers that loads a model with an output head, with its parts for images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
 
 
 def load_scoring_model(
@@ -138,7 +145,7 @@ def load_scoring_model(
 
 def attention_choice(
     config: PretrainedConfig, attn_implementation: str | None, kind: "type[_BaseAutoModelClass]"
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Return the keyword argument `attn_implementation` for loading a model, or no argument.
 
     Raises:
@@ -153,7 +160,17 @@ def attention_choice(
             f"{model_class.__name__} computes its attention in its own code, which supports neither packed rows nor "
             f"rows that ranks divide. {WITHOUT_PACKING} Leave policy.dtensor_cfg.context_parallel_size=1."
         )
-    return {"attn_implementation": attn_implementation}
+    return {"attn_implementation": attention_of_parts(config, attn_implementation)}
+
+
+def attention_of_parts(config: PretrainedConfig, text_attention: str) -> str | dict[str, str]:
+    """Return the `attn_implementation` of a model with this attention in its text model.
+
+    Modules that read images are not causal, so they use the attention of PyTorch.
+    """
+    if config.model_type not in FAMILIES:
+        return text_attention
+    return {"": text_attention} | dict.fromkeys(config.sub_configs, "sdpa") | {"text_config": text_attention}
 
 
 def load_model_config(
@@ -200,7 +217,7 @@ def require_text_model(config: PretrainedConfig, model_name: str, section: str =
     Raises:
         ConfigError: there is no language model.
     """
-    if not reads_more_than_text(config):
+    if not reads_more_than_text(config) or config.model_type in FAMILIES:
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE_MODELS
 
@@ -208,7 +225,7 @@ def require_text_model(config: PretrainedConfig, model_name: str, section: str =
         raise ConfigError(
             f"{section}.model_name={model_name!r} ({config.model_type}) reads more than text, and transformers has no "
             "language model for its files. Choose a text model, or one of these that can be trained on text: Gemma 3, "
-            "Llama 4, Qwen3.5."
+            f"Llama 4, Qwen3.5, {', '.join(FAMILIES)}."
         )
 
 

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.data.model_rows import ROW_INPUTS, TOKEN_ARGUMENTS, forward_arguments, has_position_rule, position_ids
+from nemo_rl.data.model_rows import (
+    ROW_INPUTS,
+    TOKEN_ARGUMENTS,
+    forward_arguments,
+    has_position_rule,
+    lacks_images,
+    position_ids,
+)
 from nemo_rl.data.packing import SHARED_PREFIXES, prefixes_of
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -256,6 +263,8 @@ def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
 
 def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str, Any], Places, Tensor]:
     """Return the model's arguments, the function that locates tokens, and a mask of the real tokens."""
+    num_real = len(rows["input_ids"])
+    rows = _with_image(rows)
     input_ids, lengths = rows["input_ids"], rows["input_lengths"].tolist()
     if layout.packed and SHARED_PREFIXES in rows and rows[SHARED_PREFIXES][:, 1].any():
         shared = share_prefixes(input_ids, lengths, prefixes_of(rows[SHARED_PREFIXES]), layout.round_to)
@@ -263,22 +272,41 @@ def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str,
         places: Places = shared.places
     elif layout.packed:
         model_inputs = _packed(input_ids, lengths, layout.round_to)
-        places, ends = _from(torch.tensor([0, *lengths[:-1]]).cumsum(0)), torch.tensor([sum(lengths)])
+        places, ends = _from(torch.tensor([0, *lengths[:-1]]).cumsum(0)), torch.tensor([sum(lengths[:num_real])])
     else:
         model_inputs = _padded(input_ids, lengths, layout.round_to)
         starts = torch.arange(len(lengths)) * model_inputs["input_ids"].shape[1]
-        places, ends = _from(starts), torch.tensor(lengths)
+        places, ends = _from(starts), torch.tensor([*lengths[:num_real], *[0] * (len(lengths) - num_real)])
     if ROW_INPUTS in rows:
         model_inputs |= _further_inputs(rows, layout, model_inputs["input_ids"].shape[1])
     return model_inputs, places, torch.arange(model_inputs["input_ids"].shape[1])[None, :] < ends[:, None]
 
 
+def _with_image(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Add a row with a blank image to rows of a model that reads images if none of them has an image.
+
+    Ranks gather the weights of the modules that read images in every pass, so all ranks must call them. The added row
+    is packed or padded like the others, sees none of them and is not scored, so its gradient is 0.
+    """
+    if ROW_INPUTS not in rows or not lacks_images(rows[ROW_INPUTS]):
+        return rows
+    ids, inputs = rows[ROW_INPUTS][0].images.blank_row()
+    input_ids = rows["input_ids"]
+    width = max(len(ids), input_ids.shape[1])
+    padded = [torch.nn.functional.pad(row, (0, width - row.shape[-1])) for row in (input_ids, ids[None])]
+    lengths = torch.cat([rows["input_lengths"], torch.tensor([len(ids)])])
+    added = {"input_ids": torch.cat(padded), "input_lengths": lengths, ROW_INPUTS: [*rows[ROW_INPUTS], inputs]}
+    return BatchedDataDict(rows.data | added)
+
+
 def _further_inputs(rows: BatchedDataDict[Any], layout: InputLayout, width: int) -> dict[str, Tensor]:
     """Return the arguments from `row_inputs`, with positions if a row has its own position rule."""
     column = rows[ROW_INPUTS]
+    ids = [row[:length] for row, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)]
+    for tokens, inputs in zip(ids, column, strict=True):
+        inputs.require(tokens)
     arguments = forward_arguments(column)
     if has_position_rule(column):
-        ids = [row[:length] for row, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)]
         arguments["position_ids"] = position_ids(ids, column, width, "packed" if layout.packed else "right")
     return arguments
 

@@ -200,9 +200,7 @@ class VllmConfig(Section):
         "http_refit_api_key_env_var": "weight transfer over HTTP",
         "http_refit_server_port": "weight transfer over HTTP",
         "zmq_refit_server_port": "weight transfer over ZMQ",
-        "limit_mm_per_prompt": "multimodal generation",
-        "reset_encoder_cache_after_weight_update": "multimodal generation",
-        "video": "multimodal generation",
+        "video": "models that see videos",
     }
     ignored: ClassVar[dict[str, str]] = {
         "cap_max_tokens_to_context": "answers always end at the context length",
@@ -211,7 +209,9 @@ class VllmConfig(Section):
         "enable_return_routed_experts": "engines report experts if policy.router_replay.enabled is true",
         "enable_thinking": "NeMo RL does not read it either; see policy.tokenizer.chat_template_kwargs",
         "enforce_monotonicity": "NeMo RL does not read it either",
+        "limit_mm_per_prompt": "see vllm_kwargs.limit_mm_per_prompt",
         "load_format": "the adapter chooses it",
+        "reset_encoder_cache_after_weight_update": "features of images are always forgotten after an update",
         "max_num_seqs": "NeMo RL does not read it either; see vllm_kwargs.max_num_seqs",
         "skip_tokenizer_init": "the adapter chooses it",
         "use_tqdm": "engines show no progress bar",

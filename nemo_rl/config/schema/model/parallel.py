@@ -78,20 +78,23 @@ class LoraConfig(AdapterConfig):
         return self
 
 
-NO_SUCH_PART = "language models have no such part"
+NO_SUCH_PART = "models here have no such part"
 
 
 class FreezeConfig(Section):
-    """Parts of a multimodal model that are not trained."""
+    """Parts of a model that reads images that are not trained."""
 
-    later: ClassVar[dict[str, str]] = {"freeze_language_model": "freezing parts of a model"}
+    renamed: ClassVar[dict[str, str]] = {"freeze_vision_model": "freeze_vision_tower"}
     ignored: ClassVar[dict[str, str]] = dict.fromkeys(
-        (
-            *("freeze_audio_tower", "freeze_vision_tower", "freeze_vision_model", "freeze_vision_projection"),
-            *("freeze_sound_encoder", "freeze_sound_projection"),
-        ),
-        NO_SUCH_PART,
+        ("freeze_audio_tower", "freeze_sound_encoder", "freeze_sound_projection"), NO_SUCH_PART
     )
+
+    freeze_vision_tower: bool = False
+    """Do not train the tower that reads images."""
+    freeze_vision_projection: bool = False
+    """Do not train the layers between the tower and the text model."""
+    freeze_language_model: bool = False
+    """Do not train the text model and its head."""
 
 
 class AutomodelConfig(Section):
@@ -108,7 +111,7 @@ class AutomodelConfig(Section):
     force_hf: bool = True
     """No effect: models are always built from their Hugging Face class."""
     freeze_config: FreezeConfig = Field(default_factory=FreezeConfig)
-    """Parts of a model that are not trained, in NeMo RL."""
+    """Parts of a model that are not trained."""
 
 
 class MoeParallelizerConfig(Section):

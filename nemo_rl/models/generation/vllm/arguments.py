@@ -88,6 +88,8 @@ def unquantized_layers(model: PretrainedConfig, quantization: WeightQuantization
     return names
 
 
+MOST_IMAGES = 64
+"""Largest number of images of a prompt, unless `vllm_kwargs.limit_mm_per_prompt` is set."""
 _CPU_BATCHED_TOKENS = 4096
 _GRAPH_REQUESTS = 512
 _MAX_GRAPH_REQUESTS = 1024
@@ -118,7 +120,7 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
         "disable_log_stats": True,
     }
     if reads_more_than_text(load_model_config(settings.model_name, settings.hf_overrides)):
-        values["language_model_only"] = True  # no weights are sent to towers for images
+        values |= _images(settings)
     if settings.num_workers > 1:
         values["distributed_executor_backend"] = RanksExecutor
         values["tensor_parallel_size"] = settings.tensor_parallel_size
@@ -150,6 +152,22 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
     if settings.trains_mtp:
         own["additional_config"] = {**(own.get("additional_config") or {}), **TRAINED_LAYERS}
     return EngineArgs(**(values | own))
+
+
+def _images(settings: EngineSettings) -> dict[str, Any]:
+    """Return the arguments for a model that reads images.
+
+    Rows arrive with normalised pixels (`images`), so vLLM must not normalise them again, and its processor and the
+    cache for its results are not used.
+    """
+    if not settings.media_tokens:
+        return {"language_model_only": True}  # no weights are sent to towers for images
+    return {
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,
+        "skip_mm_profiling": True,
+        "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
+    }
 
 
 def _draft_has_files(settings: EngineSettings) -> bool:
@@ -234,12 +252,15 @@ def _routing(model: PretrainedConfig) -> dict[str, str]:
     return {key: value for key, value in _DEEPSEEK_V3_ROUTING.items() if getattr(model, key, None) is None}
 
 
-def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | None = None) -> VllmSamplingParams:
+def sampling_params(
+    sampling: SamplingParams, seed: int, room: int, eos: int | None = None, never: Sequence[str] = ()
+) -> VllmSamplingParams:
     """Translate sampling parameters into vLLM's.
 
     Args:
         room: Number of tokens left in the context.
         eos: The tokenizer's end-of-text token. A complete response with a grammar may end with it.
+        never: Further texts that the response must not contain.
 
     Raises:
         ValueError: The grammar is not valid.
@@ -255,7 +276,7 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | N
         logprobs=0,
         flat_logprobs=True,
         stop=list(sampling.stop_strings) or None,
-        bad_words=list(sampling.bad_words) or None,
+        bad_words=[*sampling.bad_words, *never] or None,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         stop_token_ids=[*sampling.stop_token_ids, *ends],

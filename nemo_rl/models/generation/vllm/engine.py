@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import uniproc_executor
 
+from nemo_rl.data.images.rows import RowImages
 from nemo_rl.data.routed_experts import Experts
 from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
@@ -46,6 +47,7 @@ from nemo_rl.models.generation.vllm.drafting import (
 )
 from nemo_rl.models.generation.vllm.experts import ExpertReports, with_experts
 from nemo_rl.models.generation.vllm.grammars import REFUSED, ResponseScoring, is_scored, of_tokens, reading
+from nemo_rl.models.generation.vllm.prompts import prompt_of
 from nemo_rl.models.generation.vllm.running_model import (
     begin_reload,
     finish_reload,
@@ -61,7 +63,7 @@ from nemo_rl.models.generation.vllm.speculation import proposes_with_latent_atte
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, inspect_here, packing_threads, start_threads
-from nemo_rl.utils.errors import GenerationError
+from nemo_rl.utils.errors import DataError, GenerationError
 from nemo_rl.weight_sync.parts import BlocksByName
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,8 @@ class VllmEngine(SteppedEngine):
             warn_of_weights_only(settings.quantization, torch.cuda.get_device_capability())
         self._experts = ExpertReports(self._engine, on_cpu=on_cpu) if settings.reports_experts else None
         self._cache = CacheWatch(self._scheduler)
+        tokenizer: Any = self._engine.renderer.tokenizer
+        self._never: list[str] = tokenizer.convert_ids_to_tokens(settings.media_tokens) if settings.media_tokens else []
         self._speculation = self._watch_speculation(settings)
         self._threads = self._start_threads(settings)
 
@@ -120,8 +124,9 @@ class VllmEngine(SteppedEngine):
                 f"{self._max_model_len}{more} (policy.generation.engine.max_model_len)."
             )
         try:
-            self._submit(request_id, request.prompt_token_ids, self._sampling_params(request, room))
-        except (VLLMValidationError, ValueError) as refusal:
+            images = None if request.row_inputs is None else request.row_inputs.images
+            self._submit(request_id, request.prompt_token_ids, self._sampling_params(request, room), images=images)
+        except (VLLMValidationError, ValueError, DataError) as refusal:
             what = "vLLM refused a prompt" if request.sampling.grammar is None else REFUSED
             raise GenerationError(f"{what}: {refusal}") from refusal
         if will_be_scored:
@@ -135,11 +140,17 @@ class VllmEngine(SteppedEngine):
             return str(refusal)
         return None
 
-    def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams, priority: int = 0) -> None:
+    def _submit(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: VllmSamplingParams,
+        priority: int = 0,
+        images: RowImages | None = None,
+    ) -> None:
         """Add a request. vLLM starts it before waiting requests with a larger `priority`."""
-        prompt: Any = {"prompt_token_ids": token_ids}
-        if not self._recomputes_cache:  # share keys and values only within one version
-            prompt["cache_salt"] = str(self._num_updates)
+        salt = None if self._recomputes_cache else str(self._num_updates)  # share keys and values within one version
+        prompt = prompt_of(token_ids, images, salt)
         self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, params, priority=priority)
 
     def _read(self, request_id: str) -> None:
@@ -148,7 +159,7 @@ class VllmEngine(SteppedEngine):
 
     def _sampling_params(self, request: GenerationRequest, room: int) -> VllmSamplingParams:
         eos: int | None = getattr(self._engine.renderer.tokenizer, "eos_token_id", None)
-        return sampling_params(request.sampling, request.seed, room, eos)
+        return sampling_params(request.sampling, request.seed, room, eos, self._never)
 
     @override
     def step(self) -> list[Finished]:
@@ -309,6 +320,8 @@ class VllmEngine(SteppedEngine):
             self._num_updates += 1
             if self._recomputes_cache:
                 self._engine.reset_prefix_cache(reset_running_requests=True)
+            if self._never:  # features of images are kept by the image's hash alone
+                self._engine.reset_encoder_cache()
             for request_id in self._scoring.drawn:  # all tokens are scored by one version
                 self._engine.abort_request([self._vllm_ids[request_id]], internal=True)
                 self._read(request_id)
