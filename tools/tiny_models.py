@@ -4,10 +4,10 @@ They are genuine Hugging Face checkpoints without a download. Invariant: the sam
 machine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     Qwen2Config,
     Qwen3Config,
 )
@@ -28,8 +29,8 @@ TinyArch = Literal["llama", "qwen2", "qwen3"]
 PAD_TOKEN = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
-NUM_RESERVED_TOKENS = 5
-"""Unused special tokens that bring the vocabulary to 264, a multiple of 8, so that it shards evenly."""
+VOCABULARY_MULTIPLE = 8
+"""Unused special tokens bring the vocabulary to a multiple of this number, so that it shards evenly."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -76,7 +77,7 @@ class TinyShape:
     initializer_range: float = 0.02
 
 
-def make_char_tokenizer(model_max_length: int = 2048) -> PreTrainedTokenizerFast:
+def make_char_tokenizer(model_max_length: int = 2048, extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token for each UTF-8 byte, and thus for each ASCII character.
 
     Every string encodes and decodes exactly; there is no unknown token. The special tokens are
@@ -85,6 +86,7 @@ def make_char_tokenizer(model_max_length: int = 2048) -> PreTrainedTokenizerFast
 
     Args:
         model_max_length: longest sequence in tokens that the tokenizer declares.
+        extra_tokens: further special tokens, such as those of images; they come before the reserved ones.
 
     Returns:
         The tokenizer.
@@ -95,8 +97,9 @@ def make_char_tokenizer(model_max_length: int = 2048) -> PreTrainedTokenizerFast
         6
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = [PAD_TOKEN, TURN_START, TURN_END]
-    specials += [f"<|reserved_{index}|>" for index in range(NUM_RESERVED_TOKENS)]
+    specials = [PAD_TOKEN, TURN_START, TURN_END, *extra_tokens]
+    missing = -(len(alphabet) + len(specials)) % VOCABULARY_MULTIPLE
+    specials += [f"<|reserved_{index}|>" for index in range(missing)]
     vocab = {symbol: index for index, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -154,34 +157,42 @@ def tiny_config(arch: TinyArch, shape: TinyShape) -> PretrainedConfig:
             f"hidden_size={shape.hidden_size} must divide by num_heads={shape.num_heads}, and "
             f"num_heads by num_kv_heads={shape.num_kv_heads}."
         )
-    return _CONFIG_CLASSES[arch](
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.hidden_size // shape.num_heads,
-        max_position_embeddings=shape.max_positions,
-        tie_word_embeddings=shape.tie_embeddings,
-        initializer_range=shape.initializer_range,
-        use_cache=True,
-        bos_token_id=None,
-        pad_token_id=256,
-        eos_token_id=258,
-    )
+    return _CONFIG_CLASSES[arch](**config_fields(shape))
 
 
-def save_tiny_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def config_fields(shape: TinyShape) -> dict[str, Any]:
+    """Return the fields of a tiny decoder's config that all architectures share."""
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.hidden_size // shape.num_heads,
+        "max_position_embeddings": shape.max_positions,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "initializer_range": shape.initializer_range,
+        "use_cache": True,
+        "bos_token_id": None,
+        "pad_token_id": 256,
+        "eos_token_id": 258,
+    }
+
+
+def save_tiny_checkpoint(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | ProcessorMixin
+) -> None:
     """Write a model and its tokenizer as one Hugging Face folder (safetensors), readable by all users.
 
     Args:
         folder: folder to write; created if missing.
         model: the model; its weights are stored in their current dtype.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's tokenizer, or its processor of images and text.
     """
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    text = getattr(tokenizer, "tokenizer", tokenizer)
+    model.generation_config.pad_token_id = text.pad_token_id
+    model.generation_config.eos_token_id = text.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
