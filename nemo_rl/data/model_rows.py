@@ -234,9 +234,7 @@ def completed(column: Sequence[RowInputs | None]) -> list[RowInputs]:
     for given_inputs in column:
         own = given_inputs or none
         complete.append(
-            own
-            if own.inputs.keys() == empty.keys()
-            else RowInputs(empty | dict(own.inputs), own.positions, own.images)
+            own if own.inputs.keys() == empty.keys() else RowInputs(empty | dict(own.inputs), own.positions, own.images)
         )
     return complete
 

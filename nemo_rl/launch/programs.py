@@ -7,7 +7,7 @@ configuration. Nothing large is imported before the configuration is accepted.
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ def run_program(
     description: str = "",
     arguments: Sequence[str] | None = None,
     *,
+    base_file: str | None = None,
+    overrides: Sequence[str] = (),
     started_at: float = 0.0,
 ) -> int:
     """Read the configuration that a command line names, and run it.
@@ -86,12 +88,14 @@ def run_program(
         name: program of `PROGRAMS`.
         description: help text.
         arguments: command line without the program, or None for `sys.argv`.
+        base_file: configuration in `examples/configs` that is used if none is given, or None for the program's.
+        overrides: overrides before those of the command line.
         started_at: `time.perf_counter()` at process start.
 
     Returns:
         Exit status.
     """
-    program = PROGRAMS[name]
+    program = PROGRAMS[name] if base_file is None else replace(PROGRAMS[name], base_file=base_file)
 
     def run(config: Any) -> None:
         if name == "eval":
@@ -99,7 +103,7 @@ def run_program(
         else:
             program.train(config, started_at=started_at)
 
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = [*overrides, *(sys.argv[1:] if arguments is None else arguments)]
     # NeMo RL's evaluation takes OmegaConf's dotlists, where everything after the first `=` is the value.
     given = dotlist_to_overrides(given) if name == "eval" else given
     return launch(description, program.default_config, program.schema, run, given)

@@ -9,6 +9,7 @@ from pydantic import Field
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_data, named_entries
 from nemo_rl.config.rules.files import PathKey, environment_paths, tokenizer_paths
+from nemo_rl.config.rules.images import check_images
 from nemo_rl.config.rules.megatron import unknown_families
 from nemo_rl.config.rules.models import (
     Judges,
@@ -77,6 +78,8 @@ class MasterConfig(RunConfig):
 
     cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"
 
+    reads_images: ClassVar[bool] = False
+    """Whether rows of the algorithm may have images."""
     ignored: ClassVar[dict[str, str]] = {"sif_dir": "NeMo RL does not read it either"}
     later: ClassVar[dict[str, str]] = {
         "on_policy_distillation": "multi-teacher on-policy distillation",
@@ -134,6 +137,7 @@ class MasterConfig(RunConfig):
         return chain(
             check_named_parts(self.named_parts),
             check_second_models(self.models, self.model_cluster),
+            check_images(self.models, self.cluster, algorithm_reads_images=self.reads_images),
             check_venvs(self.cluster, self.worker_kinds),
             check_records(self.logger, self.recorded_algorithm, self.policy, self.cluster),
         )
@@ -293,6 +297,7 @@ class PolicyGradientMasterConfig(RolloutMasterConfig):
 class GRPOMasterConfig(PolicyGradientMasterConfig):
     """Configuration of `examples/run_grpo.py`."""
 
+    reads_images: ClassVar[bool] = True
     later: ClassVar[dict[str, str]] = {key: text for key, text in MasterConfig.later.items() if key != _PENALTIES}
 
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)

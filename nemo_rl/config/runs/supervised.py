@@ -103,6 +103,7 @@ class SupervisedMasterConfig(MasterConfig):
 class SFTMasterConfig(SupervisedMasterConfig):
     """Configuration of `examples/run_sft.py`."""
 
+    reads_images: ClassVar[bool] = True
     section: ClassVar[str] = "sft"
     validation_metrics: ClassVar[tuple[str, ...] | None] = tuple(SFT_VALIDATION_METRICS.values())
     cpu_config: ClassVar[str] = "examples/configs/sft_cpu.yaml"
@@ -126,6 +127,7 @@ class SFTMasterConfig(SupervisedMasterConfig):
 class DPOMasterConfig(SupervisedMasterConfig):
     """Configuration of `examples/run_dpo.py`."""
 
+    reads_images: ClassVar[bool] = True
     section: ClassVar[str] = "dpo"
     cpu_config: ClassVar[str] = "examples/configs/dpo_cpu.yaml"
 

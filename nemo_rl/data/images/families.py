@@ -14,7 +14,7 @@ import importlib.util
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -90,6 +90,11 @@ class ImageFamily(ABC):
     def num_features(self, image: Image) -> int:
         """Return the number of features of an image."""
         return self.tokens_of(image).count(self.placeholder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the family as plain values, for a checkpoint (`family_from_state`)."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {"class": type(self).__name__, **values}
 
     def processed(self, image: Image) -> Mapping[str, Tensor]:
         """Return the result of the family's image processor for one image."""
@@ -217,7 +222,7 @@ class IdeficsImages(ImageFamily):
         features: number of features of a tile.
         around: token ids before and after the features of a tile.
         whole: token ids that announce the tile with the whole image.
-        parts: token ids that announce the tile in a row and a column, by (row, column) from 1.
+        parts: token ids that announce the tile in a row and a column, by row and column.
         line: token ids of a line break, after a row of tiles.
         last_line: token ids of the two line breaks after the last row.
         channels: number of colors.
@@ -227,7 +232,7 @@ class IdeficsImages(ImageFamily):
     features: int = 169
     around: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
-    parts: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    parts: tuple[tuple[tuple[int, ...], ...], ...] = ()
     line: tuple[int, ...] = ()
     last_line: tuple[int, ...] = ()
     channels: int = 3
@@ -253,12 +258,12 @@ class IdeficsImages(ImageFamily):
         rows, columns = self._grid(image)
         tile = [self.placeholder] * self.features
         tokens: list[int] = []
-        for row in range(1, rows + 1):
-            for column in range(1, columns + 1):
-                if (row, column) not in self.parts:
-                    raise DataError(f"{image} has {rows} x {columns} tiles, for which the model has no tokens.")
-                tokens += [*self.around, *self.parts[row, column], *tile]
-            tokens += self.line if row < rows else self.last_line
+        if max(rows, columns) > len(self.parts):
+            raise DataError(f"{image} has {rows} x {columns} tiles, for which the model has no tokens.")
+        for row in range(rows):
+            for column in range(columns):
+                tokens += [*self.around, *self.parts[row][column], *tile]
+            tokens += self.line if row < rows - 1 else self.last_line
         return [*tokens, *self.around, *self.whole, *tile, *self.around]
 
     def tensors_of(self, image: Image) -> dict[str, Tensor]:
@@ -276,6 +281,13 @@ class IdeficsImages(ImageFamily):
         return tokens, {"pixel_values": torch.ones(1, self.channels, self.tile, self.tile)}
 
 
+def family_from_state(state: Mapping[str, Any]) -> ImageFamily:
+    """Rebuild a family from its `state_dict`."""
+    values = dict(state)
+    kind: type[ImageFamily] = {each.__name__: each for each in (QwenImages, IdeficsImages)}[values.pop("class")]
+    return kind(**values)
+
+
 def _qwen(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) -> QwenImages:
     return QwenImages(
         settings=json.dumps(settings, sort_keys=True),
@@ -287,13 +299,17 @@ def _qwen(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) -> Qw
     )
 
 
+_MOST_TILES = 6
+"""Largest number of rows and of columns of tiles for which Idefics3 has tokens."""
+
+
 def _idefics(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) -> IdeficsImages:
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     vision = config.vision_config
     features = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
-    sides = [(row, column) for row in range(1, 7) for column in range(1, 7)]
+    sides = range(1, _MOST_TILES + 1)
     return IdeficsImages(
         settings=json.dumps(settings, sort_keys=True),
         placeholder=config.image_token_id,
@@ -302,7 +318,7 @@ def _idefics(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) ->
         features=features,
         around=ids("<fake_token_around_image>"),
         whole=ids("<global-img>"),
-        parts={(row, column): ids(f"<row_{row}_col_{column}>") for row, column in sides},
+        parts=tuple(tuple(ids(f"<row_{row}_col_{column}>") for column in sides) for row in sides),
         line=ids("\n"),
         last_line=ids("\n\n"),
     )

@@ -212,7 +212,7 @@ def _requested_size(part: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     height, width = given
     if not isinstance(height, int) or not isinstance(width, int) or height < 1 or width < 1:
-        raise DataError(f"resized_height={height!r} and resized_width={width!r} of an image are not two sizes in pixels")
+        raise DataError(f"resized_height={height!r} and resized_width={width!r} of an image are not sizes in pixels")
     return width, height
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.data.images.families import ImageFamily, ItemKind
+from nemo_rl.data.images.families import ImageFamily, ItemKind, family_from_state
 from nemo_rl.data.images.image import Image
 from nemo_rl.data.model_rows import RowInput, RowInputs
 from nemo_rl.utils.errors import DataError
@@ -108,13 +108,13 @@ class RowImages:
         return torch.tensor(tokens), RowInputs(inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the images for a checkpoint. Their family is that of the run."""
-        return {"family": self.family, "images": [image.state_dict() for image in self.images]}
+        """Return the images and their family as plain values for a checkpoint."""
+        return {"family": self.family.state_dict(), "images": [image.state_dict() for image in self.images]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "RowImages":
         """Return the images of a `state_dict`."""
-        return cls(state["family"], tuple(Image.from_state(image) for image in state["images"]))
+        return cls(family_from_state(state["family"]), tuple(Image.from_state(image) for image in state["images"]))
 
 
 def _index(token_ids: Sequence[int], token: int, start: int) -> int:

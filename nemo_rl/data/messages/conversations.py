@@ -194,9 +194,7 @@ def sft_processor(
         pieces = [_plain_text(datum_dict, tokenizer, task_data_spec, add_bos, add_eos)]
         log = _message_log(pieces, tokenizer, max_seq_length)
         expand_images(log, (), tokenizer)
-        return finished_datum(
-            log, None, datum_dict.get("task_name"), max_seq_length, idx, inputs_of((), tokenizer)
-        )
+        return finished_datum(log, None, datum_dict.get("task_name"), max_seq_length, idx, inputs_of((), tokenizer))
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
     return _conversation(datum_dict, None, *how)
 

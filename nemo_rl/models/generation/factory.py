@@ -9,11 +9,11 @@ from pathlib import Path
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.config.rules.engines import misplaced
+from nemo_rl.data.images.families import media_tokens
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.capacity.memory import engine_memory
 from nemo_rl.models.draft.choice import shape_of
-from nemo_rl.data.images.families import media_tokens
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind, reports_experts

@@ -82,9 +82,7 @@ def load_causal_lm(
     require_text_model(config, model_name)
     kind = auto_class(config)
     attention = attention_choice(config, attn_implementation, kind)
-    model = kind.from_pretrained(
-        files, config=config, dtype=torch.float32, trust_remote_code=False, **attention
-    )
+    model = kind.from_pretrained(files, config=config, dtype=torch.float32, trust_remote_code=False, **attention)
     return model.eval()
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from generation_helpers import spread_out
 from PIL import Image as Pictures
@@ -70,21 +69,22 @@ def exact_model(folder: str) -> PreTrainedModel:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
 
 
-@torch.no_grad()
 def exact_logprobs(
-    model: PreTrainedModel, ids: Sequence[int], inputs: RowInputs, never: Sequence[int] = (), temperature: float = 1.0
+    model: PreTrainedModel, ids: Sequence[int], inputs: RowInputs, never: Sequence[int] = (), *, grad: bool = False
 ) -> torch.Tensor:
     """Return the log-probabilities of the tokens of one row, `[n - 1]` float64, without tokens that are never drawn."""
     tokens = torch.tensor(ids)
     arguments = {k: v.double() if v.is_floating_point() else v for k, v in forward_arguments([inputs]).items()}
     positions = row_positions(tokens, inputs)
     positions = positions[None] if positions.dim() == 1 else positions[:, None]
-    logits = model(input_ids=tokens[None], position_ids=positions, use_cache=False, **arguments).logits[0, :-1].double()
+    with torch.set_grad_enabled(grad):
+        output = model(input_ids=tokens[None], position_ids=positions, use_cache=False, **arguments)
+    logits = output.logits[0, :-1].double()
     targets = tokens[1:, None]
     banned = torch.zeros_like(logits, dtype=torch.bool)
     banned[:, list(never)] = True
     banned.scatter_(1, targets, False)
-    logits = (logits / temperature).masked_fill(banned, -torch.inf)
+    logits = logits.masked_fill(banned, -torch.inf)
     return logits.log_softmax(-1).gather(1, targets)[:, 0]
 
 
@@ -92,5 +92,3 @@ def never_drawn(tokenizer: TokenizerType) -> tuple[int, ...]:
     family = images_of(tokenizer)
     assert family is not None
     return family.never_sampled
-
-

@@ -10,7 +10,7 @@ weights are both determined by `WeightQuantization.takes`.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any

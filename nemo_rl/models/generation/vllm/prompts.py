@@ -65,5 +65,6 @@ def _items(images: RowImages) -> MultiModalKwargsItems:
             "num_patches": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
         }
     else:
-        raise GenerationError(f"vLLM gets no images of {type(images.family).__name__}. Use policy.generation.backend=hf.")
+        name = type(images.family).__name__
+        raise GenerationError(f"vLLM gets no images of {name}. Use policy.generation.backend=hf.")
     return MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields)

@@ -1,15 +1,15 @@
 """Scores, gradients and updates of models that read images, compared with transformers in float64."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from image_models import FAMILIES, ROWS, exact_logprobs, exact_model, make_folder, never_drawn, prompt, tokenizer_of
-from policy_helpers import WeightedNLL, policy_config, process_group, run_ranks
+from image_models import FAMILIES, ROWS, exact_logprobs, exact_model, make_folder, prompt, tokenizer_of
+from policy_helpers import WeightedNLL, policy_config, run_ranks
 
 from nemo_rl.data.model_rows import completed
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
@@ -46,15 +46,15 @@ def batch_of(folder: str, names: list[str]) -> BatchedDataDict[Any]:
 
 def config_of(folder: str, rows: int, **values: Any) -> Any:
     sizes = {"max_total_sequence_length": 160, "train_global_batch_size": rows}
-    return policy_config(folder, tokenizer={"use_processor": True}, **{**sizes, **values})
+    return policy_config(folder, **{"tokenizer": {"use_processor": True}, **sizes, **values})
 
 
 def exact_scores(folder: str, batch: BatchedDataDict[Any]) -> torch.Tensor:
-    model, never = exact_model(folder), ()
+    model = exact_model(folder)
     scores = torch.zeros(batch["input_ids"].shape, dtype=torch.float64)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         ids = batch["input_ids"][row, :length].tolist()
-        scores[row, 1:length] = exact_logprobs(model, ids, batch["row_inputs"][row], never)
+        scores[row, 1:length] = exact_logprobs(model, ids, batch["row_inputs"][row])
     return scores
 
 
@@ -70,7 +70,7 @@ def scored(rank: int, world_size: int, folder: str, names: list[str], values: di
     worker = PolicyWorker(DTensorBackend(config, CPU, init_reference_model=False), config)
     shards = shard_batch(batch, world_size, logprob_strategy(config), shares_prompts=False)
     scores = worker.get_logprobs(shards.data[rank], shards.sizes[rank])
-    return shards.restore([scores] * world_size) if world_size == 1 else (shards, rank, scores)
+    return shards.restore([scores])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,5 +81,88 @@ def test_scores_are_those_of_transformers_in_float64(folders: dict[str, str], fa
     batch = batch_of(folders[family], names)
     real = torch.arange(scores.shape[1])[None] < batch["input_lengths"][:, None]
     worst = ((scores.double() - exact_scores(folders[family], batch)).abs() * real).max().item()
-    print(family, values, worst)
     assert worst < FAR
+
+
+def trained(rank: int, world_size: int, folder: str, names: list[str], values: dict[str, Any]) -> dict[str, Any]:
+    """Compute the gradient of one batch, make an update, and return both with the trained parameters."""
+    batch = batch_of(folder, names)
+    config = config_of(folder, len(names), **values)
+    worker = PolicyWorker(DTensorBackend(config, CPU, init_reference_model=False), config)
+    shards = shard_batch(batch, world_size, training_strategy(config), shares_prompts=False)
+    gradients: dict[str, torch.Tensor] = {}
+    backend = worker.backend
+    step = backend.clip_and_step
+
+    def watched() -> Any:
+        named = backend.model.hf.named_parameters()
+        gradients.update({name: whole(p.grad).clone() for name, p in named if p.grad is not None})
+        return step()
+
+    backend.clip_and_step = watched
+    worker.train(shards.data[rank], shards.sizes[rank], WeightedNLL(), count_valid(batch))
+    weights = {name: whole(p.detach()).clone() for name, p in backend.model.hf.named_parameters()}
+    return {"gradients": gradients, "weights": weights}
+
+
+def exact_gradients(folder: str, batch: BatchedDataDict[Any]) -> dict[str, torch.Tensor]:
+    """Return the gradients of `WeightedNLL` in float64."""
+    model = exact_model(folder)
+    count = float(batch["token_mask"].sum())
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        ids = batch["input_ids"][row, :length].tolist()
+        scores = exact_logprobs(model, ids, batch["row_inputs"][row], grad=True)
+        mask, advantages = batch["token_mask"][row, 1:length], batch["advantages"][row, 1:length]
+        (-(scores * mask * advantages).sum() / count).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("ranks", "values"), [(1, PACKED), (2, {}), (2, PACKED)], ids=["one", "two", "two, packed"])
+def test_gradients_of_all_parts_are_exact(folders: dict[str, str], family: str, ranks: int, values: Any) -> None:
+    """With two ranks and rows of text, one rank has a pass without an image, which must not change the gradient."""
+    names = ["text", "text", "two images", "one image", "text", "two turns"]
+    results = run_ranks(trained, ranks, folders[family], names, values)
+    exact = exact_gradients(folders[family], batch_of(folders[family], names))
+    largest = max(gradient.abs().max().item() for gradient in exact.values())
+    for result in results:
+        assert result["gradients"].keys() == exact.keys()
+        for name, gradient in result["gradients"].items():
+            scale = exact[name].abs().max().item() + 1e-3 * largest
+            assert (gradient.double() - exact[name]).abs().max().item() <= 1e-4 * scale, name
+
+
+def frozen(kind: str) -> dict[str, Any]:
+    return {"dtensor_cfg": {"automodel_kwargs": {"freeze_config": {kind: True}}}}
+
+
+TOWER = {"qwen2_5_vl": ("model.visual.",), "idefics3": ("model.vision_model.",)}
+PROJECTION = {"qwen2_5_vl": ("model.visual.merger.",), "idefics3": ("model.connector.",)}
+
+
+@pytest.mark.parametrize("family", TOWER)
+@pytest.mark.parametrize("key", ["freeze_vision_tower", "freeze_vision_projection", "freeze_language_model"])
+def test_frozen_parts_keep_their_bits(folders: dict[str, str], family: str, key: str) -> None:
+    names = ["one image", "two images", "text", "two turns", "text", "text"]
+    before = dict(exact_model(folders[family]).float().named_parameters())
+    (result,) = run_ranks(trained, 1, folders[family], names, frozen(key))
+    same = {name for name, value in result["weights"].items() if torch.equal(value, before[name])}
+    projection = {name for name in before if name.startswith(PROJECTION[family])}
+    tower = {name for name in before if name.startswith(TOWER[family])} - projection
+    parts = {
+        "freeze_vision_tower": tower,
+        "freeze_vision_projection": projection,
+        "freeze_language_model": set(before) - tower - projection,
+    }
+    assert parts[key] <= same
+    others = set(before) - parts[key]
+    assert len(others & same) < 0.2 * len(others)
+
+
+def test_text_is_trained_and_the_tower_stays(folders: dict[str, str]) -> None:
+    """Without is_vlm, a checkpoint of this family is a text model."""
+    folder = folders["qwen2_5_vl"]
+    (result,) = run_ranks(trained, 1, folder, ["text"] * 6, {"tokenizer": {}})
+    before = dict(exact_model(folder).float().named_parameters())
+    changed = {name for name, value in result["weights"].items() if not torch.equal(value, before[name])}
+    assert changed and not any(name.startswith("model.visual.") for name in changed)
