@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.arithmetic import DEFAULT_NUM_SAMPLES, TRAIN, VALIDATION, VALIDATION_ONE_IN
-from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, GeneratedDataset
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
 
@@ -66,7 +66,7 @@ class ShapesRows(Sequence[FormattedRow]):
                 return pixels, count
 
 
-class ShapesDataset(RawDataset):
+class ShapesDataset(GeneratedDataset):
     """Pictures of boxes to count, which depend only on `num_samples`, `seed` and the split.
 
     Args:
@@ -83,19 +83,11 @@ class ShapesDataset(RawDataset):
             raise DataError(f"shapes has no split {split!r}; choose {TRAIN} or {VALIDATION}.")
         self._task_name = config.env_name
         self.num_rows = config.num_samples or DEFAULT_NUM_SAMPLES[split]
-        self.dataset = ShapesRows(split, self.num_rows, config.seed, self._task_name)
+        self.dataset = self._draw(split, self.num_rows, config.seed)
         self.bad_rows = []
 
-    def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Add validation pictures without changing the training pictures.
-
-        Args:
-            test_size: Number of validation pictures, or (below 1) their share of the training pictures.
-            seed: Seed of the choice of pictures.
-        """
-        if test_size:
-            share = len(self.dataset) * test_size if test_size < 1 else test_size
-            self.val_dataset = ShapesRows(VALIDATION, max(1, round(share)), seed, self._task_name)
+    def _draw(self, split: str, num_samples: int, seed: int) -> ShapesRows:
+        return ShapesRows(split, num_samples, seed, self._task_name)
 
 
 def draw_boxes(rng: np.random.Generator, count: int) -> np.ndarray:
