@@ -39,7 +39,7 @@ from nemo_rl.config import (
     model_ranks,
     plan_topology,
 )
-from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS
+from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS, SHAPES
 from nemo_rl.config.rules.engines import ranks_of_engine, replicas_of_engine
 from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
 from nemo_rl.host.capacity import readable_bytes
@@ -122,7 +122,7 @@ def data_lines(config: RunConfig) -> Iterator[str]:
     entries = _data_entries(config)
     if not any(_has_files(entry) for entry in entries):
         return
-    generated = (*GENERATED_DATASETS, EPISODES)
+    generated = (*GENERATED_DATASETS, EPISODES, SHAPES)
     missing = [
         str(entry.data_path or entry.dataset_name)
         for entry in entries

@@ -17,6 +17,7 @@ ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
 ARITHMETIC_PREFERENCE = "arithmetic_preference"
 EPISODES = "episodes"
+SHAPES = "shapes"
 PROMPTS = "PromptDataset"
 ROW = "row"
 """Key in a sample's metadata with the columns of its row, if the environment gets them."""
@@ -58,6 +59,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     ARITHMETIC_PRODUCTS,
     ARITHMETIC_SFT,
     EPISODES,
+    SHAPES,
     NEMO_GYM_ROWS,
 )
 """Built-in response data sets. `ResponseDataset` reads `data_path`. A dotted path names a user's class."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag
 
-from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS
+from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS, SHAPES
 from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.base.value_types import (
     Amount,
@@ -143,8 +143,8 @@ class DatasetDefaults(Section):
     system_prompt_file: str | None = None
     """Text file with the system message; null: none."""
     num_samples: Amount | None = None
-    """Number of generated rows, only for the arithmetic data sets (null: 10,000 for training, 256 for validation) and
-    for episodes (null: 1,000,000 and 256)."""
+    """Number of generated rows, only for the arithmetic data sets and shapes (null: 10,000 for training, 256 for
+    validation) and for episodes (null: 1,000,000 and 256)."""
     min_operand: Operand = 10
     """Smallest number in a problem, only for arithmetic data sets."""
     max_operand: Operand = 99
@@ -168,9 +168,9 @@ def numbers_without_effect(dataset_name: Any) -> dict[str, str]:
     if not isinstance(dataset_name, str | None) or dataset_name in GENERATED_DATASETS:
         return {}
     numbers = dict.fromkeys(("min_operand", "max_operand"), "only arithmetic data sets generate problems")
-    if dataset_name == EPISODES:
+    if dataset_name in (EPISODES, SHAPES):
         return numbers
-    return {**numbers, "num_samples": "only arithmetic data sets and episodes generate rows"}
+    return {**numbers, "num_samples": "only arithmetic data sets, shapes and episodes generate rows"}
 
 
 def _one_or_many(value: object) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from nemo_rl.config import DatasetConfig, report_findings
 from nemo_rl.config.rules.data import check_operands
-from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, GeneratedDataset, RawDataset
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
 
@@ -62,7 +62,7 @@ class ArithmeticRows(Sequence[FormattedRow]):
         }
 
 
-class ArithmeticDataset(RawDataset):
+class ArithmeticDataset(GeneratedDataset):
     """Sums of integers, which depend only on the arguments. Subclasses may use other operations.
 
     No sum is repeated if the split has enough different sums. With more than two million possible sums, repeats are
@@ -116,17 +116,6 @@ class ArithmeticDataset(RawDataset):
             seed=config.seed,
             task_name=config.env_name,
         )
-
-    def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Add validation sums without changing the training sums.
-
-        Args:
-            test_size: Number of validation sums, or (below 1) their share of the training sums.
-            seed: Seed of the choice of validation sums.
-        """
-        if test_size:
-            share = len(self.dataset) * test_size if test_size < 1 else test_size
-            self.val_dataset = self._draw(VALIDATION, max(1, round(share)), seed)
 
     def _draw(self, split: str, num_samples: int, seed: int) -> ArithmeticRows:
         low, high, num_operands = self._limits

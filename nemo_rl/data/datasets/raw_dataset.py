@@ -149,6 +149,24 @@ class RawDataset:
         self.dataset = RowView(rows, np.sort(order[num_held_out:]))
 
 
+class GeneratedDataset(RawDataset):
+    """A data set that generates its rows from a split, a number of rows and a seed."""
+
+    def split_train_validation(self, test_size: float, seed: int) -> None:
+        """Add validation rows without changing the training rows.
+
+        Args:
+            test_size: Number of validation rows, or (below 1) their share of the training rows.
+            seed: Seed of the choice of validation rows.
+        """
+        if test_size:
+            share = len(self.dataset) * test_size if test_size < 1 else test_size
+            self.val_dataset = self._draw("validation", max(1, round(share)), seed)
+
+    def _draw(self, split: str, num_samples: int, seed: int) -> Sequence[FormattedRow]:
+        raise NotImplementedError
+
+
 class FormattedRows(Sequence[FormattedRow]):
     """The usable rows of a table, which are formatted when they are read.
 

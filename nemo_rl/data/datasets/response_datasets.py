@@ -23,9 +23,10 @@ from nemo_rl.data.datasets.conversation_datasets import (
 )
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.nemo_gym import NemoGymDataset
-from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, GeneratedDataset, RawDataset, Row
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
 from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of
+from nemo_rl.data.datasets.shapes import ShapesDataset
 from nemo_rl.data.processors import episode_data_processor, get_processor
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
@@ -59,7 +60,7 @@ class EpisodeRows(Sequence[FormattedRow]):
         return {"messages": [], "extra_env_info": info, "task_name": self._task_name}
 
 
-class EpisodesDataset(RawDataset):
+class EpisodesDataset(GeneratedDataset):
     """Seeds from which the environment makes the prompts of episodes.
 
     Args:
@@ -80,21 +81,12 @@ class EpisodesDataset(RawDataset):
                 "data.default.processor=episode_data_processor; the environment adds the first message."
             )
         self._config = config
-        num_samples = config.num_samples or DEFAULT_NUM_SAMPLES[split]
-        self.dataset = EpisodeRows(split, num_samples, config.seed, config.env_name)
+        self.num_rows = config.num_samples or DEFAULT_NUM_SAMPLES[split]
+        self.dataset = self._draw(split, self.num_rows, config.seed)
         self.bad_rows = []
-        self.num_rows = num_samples
 
-    def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Add episodes of validation without changing the training episodes.
-
-        Args:
-            test_size: number of validation episodes, or (below 1) their share of the training episodes.
-            seed: seed of the choice of episodes.
-        """
-        if test_size:
-            share = len(self.dataset) * test_size if test_size < 1 else test_size
-            self.val_dataset = EpisodeRows(VALIDATION, max(1, round(share)), seed, self._config.env_name)
+    def _draw(self, split: str, num_samples: int, seed: int) -> EpisodeRows:
+        return EpisodeRows(split, num_samples, seed, self._config.env_name)
 
 
 class ResponseDataset(RawDataset):
@@ -262,6 +254,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "arithmetic_products": ProductsDataset.of_entry,
     "arithmetic_sft": WorkedSumsDataset,
     "episodes": EpisodesDataset,
+    "shapes": ShapesDataset,
     "NemoGymDataset": NemoGymDataset,
 }
 
