@@ -31,6 +31,9 @@ GENERATED_DATASETS = {
 }
 """Data sets that generate their rows, with the data set that reads such rows from `data_path`."""
 
+HAVE_IMAGE_FILES = ("refcoco", "mmpr-tiny")
+"""Data sets whose rows name image files that are not part of the data set."""
+
 RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "OpenMathInstruct-2",
     "DeepScaler",
