@@ -143,7 +143,10 @@ def test_places_in_texts_and_parts_are_filled_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"input": "one", "images": ["a.png"]}, "the row has 0 places for images (<image>, or parts without one), and "),
+        (
+            {"input": "one", "images": ["a.png"]},
+            "the row has 0 places for images (<image>, or parts without one), and ",
+        ),
         ({"input": "<image>", "images": ["a", "b"]}, "the row has 1 places for images"),
         ({"input": "<image><image>", "images": ["a"]}, "the row has 2 places for images (<image>, or parts without"),
         ({"input": "<image>", "images": []}, "and 'images' has 0"),
