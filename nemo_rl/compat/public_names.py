@@ -30,7 +30,6 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.data.multimodal_utils": (_VISION, ()),
     "nemo_rl.data_plane": ("the data plane", ()),
     "nemo_rl.environments.rewards": (_VISION, ()),
-    "nemo_rl.environments.vlm_environment": (_VISION, ()),
     "nemo_rl.experience.rollouts": (
         "rollouts of NeMo-Gym besides env.nemo_gym",
         ("run_nemo_gym_rollout_sync", "run_async_nemo_gym_rollout"),

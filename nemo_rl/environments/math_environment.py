@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nemo_rl.config.schema.env import MathEnvironmentConfig
 from nemo_rl.data.messages.content import content_text
-from nemo_rl.environments.grading.final_answer import grade_plain_number
-from nemo_rl.environments.grading.grade import Grade, Reward, VerifierResult
+from nemo_rl.environments.grading.grade import Grade, VerifierResult
 from nemo_rl.environments.grading.pool import GradingPool
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
@@ -48,7 +47,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
     max_concurrent_steps: ClassVar[int] = 16
     gives_answers: ClassVar[bool] = True
     config_class: ClassVar[type | None] = MathEnvironmentConfig
-    reward_names: ClassVar[Sequence[str] | None] = None
+    reward_names: Sequence[str] | None = None
     """Names of the reward components, or None for a single reward."""
 
     def __init__(self, cfg: MathEnvironmentConfig | Mapping[str, Any]) -> None:
@@ -82,7 +81,8 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         """
         responses = [_assistant_text(log) for log in message_log_batch]
         truths = [str(item["ground_truth"]) for item in metadata]
-        grades = self._grade(responses, truths, [_prompt_text(log) for log in message_log_batch])
+        prompts = [_prompt_text(log) for log in message_log_batch]
+        grades = self._grade(list(zip(responses, truths, strict=True)), prompts)
         results = [grade.verified for grade in grades]
         answers = None
         if return_extracted_answer:
@@ -93,7 +93,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
             ]
         return EnvironmentReturn(
             observations=[_observation(verified) for verified in results],
-            metadata=metadata,
+            metadata=[self._after(item, verified) for item, verified in zip(metadata, results, strict=True)],
             next_stop_strings=[None] * len(grades),
             rewards=self._rewards(results),
             terminateds=torch.ones(len(grades), dtype=torch.bool),
@@ -111,8 +111,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         Args:
             batch: as in `EnvironmentInterface.global_post_process_and_metrics`; `text` may also be [B, S] token ids.
         """
-        rewards, is_end = batch["rewards"].float(), batch["is_end"].float()
-        correct = rewards if rewards.ndim == 1 else rewards[:, 0]
+        correct, is_end = self._correct(batch), batch["is_end"].float()
         lengths = batch["generation_lengths"].float()
         return batch, {
             "accuracy": _mean(correct),
@@ -128,33 +127,30 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         """Kill the grading processes."""
         self._pool.close()
 
-    def _grade(self, responses: list[str], truths: list[str], prompts: list[str]) -> list[Grade]:
-        """Grade plain numbers in this process and send the rest to the pool."""
-        answers = list(zip(responses, truths, strict=True))
-        grades = [self._grade_here(response, truth) for response, truth in answers]
-        remaining = [row for row, grade in enumerate(grades) if grade is None]
-        graded = self._pool.grade([answers[row] for row in remaining], [prompts[row] for row in remaining])
-        for row, grade in zip(remaining, graded, strict=True):
-            grades[row] = grade
-        return [grade for grade in grades if grade is not None]
+    def _grade(self, answers: list[tuple[str, str]], prompts: list[str]) -> list[Grade]:
+        """Grade (response, ground truth) pairs."""
+        return self._pool.grade_answers(answers, prompts)
 
-    def _grade_here(self, response: str, truth: str) -> Grade | None:
-        if self._pool.verifier != "hf_math_verify":
-            return None
-        verified = grade_plain_number(response, truth)
-        return Grade(verified=verified) if verified else None
+    def _after(self, item: MathEnvironmentMetadata, verified: VerifierResult | None) -> MathEnvironmentMetadata:
+        """Return the metadata of a graded sample."""
+        return item
+
+    def _correct(self, batch: "BatchedDataDict[Any]") -> Tensor:
+        """Return [B] float, 1.0 where a sample is correct."""
+        rewards = batch["rewards"].float()
+        return rewards if rewards.ndim == 1 else rewards[:, 0]
 
     def _rewards(self, results: list[VerifierResult | None]) -> Tensor | dict[str, Tensor]:
         """Stack rewards, with 0 for a row without a result. The row's error overrides that 0."""
         if self.reward_names is None:
-            return torch.tensor([_component(verified, None) for verified in results])
-        return {name: torch.tensor([_component(verified, name) for verified in results]) for name in self.reward_names}
+            return _column(results, None)
+        return {name: _column(results, name) for name in self.reward_names}
 
 
 class MathMultiRewardEnvironment(MathEnvironment):
     """A math environment with separate rewards for correctness, an integer answer and the think/answer format."""
 
-    reward_names: ClassVar[Sequence[str] | None] = (
+    reward_names: Sequence[str] | None = (
         "reward/correctness",
         "reward/integer",
         "reward/format",
@@ -177,6 +173,10 @@ def _prompt_text(message_log: "LLMMessageLogType") -> str:
     return content if isinstance(content, str) else content_text([part for part in content if part["type"] == "text"])
 
 
+def _column(results: list[VerifierResult | None], name: str | None) -> Tensor:
+    return torch.tensor([_component(verified, name) for verified in results], dtype=torch.float64)
+
+
 def _component(verified: VerifierResult | None, name: str | None) -> float:
     if verified is None:
         return 0.0
@@ -187,12 +187,8 @@ def _component(verified: VerifierResult | None, name: str | None) -> float:
 def _observation(verified: VerifierResult | None) -> dict[str, str]:
     word = "not graded"
     if verified is not None:
-        word = "correct" if _is_correct(verified.reward) else "incorrect"
+        word = "correct" if verified.is_correct else "incorrect"
     return {"role": "environment", "content": f"Environment: {word}"}
-
-
-def _is_correct(reward: Reward) -> bool:
-    return (reward["reward/correctness"] if isinstance(reward, dict) else reward) == 1.0
 
 
 def _mean(values: Tensor) -> float:

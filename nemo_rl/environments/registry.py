@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from pydantic import BaseModel
 
-from nemo_rl.config.schema.env import calls_functions
+from nemo_rl.config.schema.env import kind_by_keys
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.environments.workers.loading import ENVIRONMENTS, load_env_class, own_keys, section_of, worker_keys
 from nemo_rl.environments.workers.start import Environment, start_workers
@@ -40,6 +40,10 @@ _TOOLS = "nemo_rl.kits.tools"
 ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "reward": {"actor_class_fqn": "nemo_rl.environments.reward_functions.RewardEnvironment"},
+    **dict.fromkeys(
+        ("vlm", "clevr-cogent", "geometry3k", "refcoco"),
+        EnvRegistryEntry(actor_class_fqn="nemo_rl.environments.vlm_environment.VLMEnvironment"),
+    ),
     "math_default": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_multi_reward": {"actor_class_fqn": f"{_MATH}.MathMultiRewardEnvironment"},
     "code": {"actor_class_fqn": "nemo_rl.kits.code.environment.CodeEnvironment"},
@@ -86,15 +90,16 @@ def env_class_path(env_name: str, section: Mapping[str, Any] | BaseModel | None 
     """Return the dotted path of an environment's class, which is the name itself if the name has dots.
 
     Args:
-        env_name: A registered name, a dotted path, or any name if the section has `function`.
+        env_name: A registered name, a dotted path, or any name if the section has `function` or
+            `reward_functions`.
         section: Its section of `env`.
 
     Raises:
         ConfigError: The name is neither registered nor dotted. The message suggests the most similar name.
     """
     known = {name: entry["actor_class_fqn"] for name, entry in ENV_REGISTRY.items()}
-    if env_name not in known and section is not None and calls_functions(env_name, section_of(section)):
-        env_name = "reward"
+    if env_name not in known and section is not None:
+        env_name = kind_by_keys(env_name, section_of(section)) or env_name
     return replace(ENVIRONMENTS, built_in=known).path_of(env_name)
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_rl.config.schema.env import MathEnvironmentConfig
+from nemo_rl.config.schema.env import MathEnvironmentConfig, VLMEnvironmentConfig
 from nemo_rl.data.datasets.processed_dataset import RowsWithPlace
-from nemo_rl.environments.grading.final_answer import grade_plain_number
 from nemo_rl.environments.grading.grade import SOLUTION_MARK, Grade
 from nemo_rl.environments.grading.pool import GradingPool
+from nemo_rl.environments.grading.vlm_rewards import WeightedReward, grade_answers, known_response, weighted_rewards
 from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.vlm_environment import VLMEnvironment
 from nemo_rl.environments.workers.loading import load_env_class, own_keys, section_of
 from nemo_rl.utils.errors import DataError
 
@@ -64,38 +65,37 @@ class TruthGrader:
     timeout_s: float
     """Deadline of one answer."""
 
+    rewards: tuple[WeightedReward, ...] = ()
+    """Rewards of answers about images, which decide in place of the verifier alone."""
+
     def grade(self, truths: Sequence[str]) -> dict[str, str]:
         """Grade each known answer as an answer to itself, and return the reason for each one that is not right."""
-        grades: dict[str, Grade] = {}
-        rest = []
-        for truth in dict.fromkeys(truths):
-            plain = grade_plain_number(self.response(truth), truth) if self.verifier == "hf_math_verify" else None
-            if plain is None:
-                rest.append(truth)
-            else:
-                grades[truth] = Grade(verified=plain)
-        grades |= self._grade_in_a_process(rest)
-        return {truth: reason for truth, grade in grades.items() if (reason := _reason(grade))}
+        each = list(dict.fromkeys(truths))
+        answers = [(self.response(truth), truth) for truth in each]
+        pool = GradingPool(self.verifier, 1, self.timeout_s)
+        try:
+            grades = grade_answers(self.rewards, answers, pool) if self.rewards else pool.grade_answers(answers)
+        finally:
+            pool.close()
+        return {truth: reason for truth, grade in zip(each, grades, strict=True) if (reason := _reason(grade))}
 
     def response(self, truth: str) -> str:
         """Return a response with a known answer, in the form that the verifier reads."""
+        if self.rewards:
+            return known_response(self.rewards, truth)
         if self.verifier.endswith("multichoice"):
             return f"Answer: {truth}"
         return truth if "\\boxed" in truth else f"\\boxed{{{truth}}}"
 
-    def _grade_in_a_process(self, truths: Sequence[str]) -> dict[str, Grade]:
-        if not truths:
-            return {}
-        pool = GradingPool(self.verifier, 1, self.timeout_s)
-        try:
-            return dict(zip(truths, pool.grade([(self.response(truth), truth) for truth in truths]), strict=True))
-        finally:
-            pool.close()
-
 
 def truth_grader(env_name: str, section: Mapping[str, Any] | BaseModel) -> TruthGrader | None:
-    """Return the grader of an environment, or None if it is not a math environment of this library."""
+    """Return the grader of an environment, or None if it compares no known answers, or is not of this library."""
     env_class, _ = load_env_class(env_class_path(env_name, section))
+    if env_class is VLMEnvironment:
+        vlm = VLMEnvironmentConfig.build(**own_keys(section_of(section), VLMEnvironmentConfig))
+        rewards = tuple(weighted_rewards(vlm.reward_functions, f"env.{env_name}"))
+        compares = any(weighted.name != "format" for weighted in rewards)
+        return TruthGrader(env_name, "hf_math_verify", vlm.timeout_s, rewards) if compares else None
     if env_class not in (MathEnvironment, MathMultiRewardEnvironment):
         return None
     cfg = MathEnvironmentConfig.build(**own_keys(section_of(section), MathEnvironmentConfig))
@@ -170,8 +170,7 @@ def _reason(grade: Grade) -> str:
     """Return why a known answer is not right, or an empty text if the answer is right."""
     if grade.verified is None:
         return str(grade.error)
-    reward = grade.verified.reward
-    if (reward["reward/correctness"] if isinstance(reward, dict) else reward) == 1.0:
+    if grade.verified.is_correct:
         return ""
     answer = grade.verified.extracted_answer
     return "no answer is found in it" if answer is None else f"the answer read from it is {_shown(answer)}"

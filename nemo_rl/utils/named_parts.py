@@ -236,7 +236,7 @@ def fitting_arguments(made: type, key: str, arguments: Mapping[str, Any], num_gi
         try:
             fitting[name] = _converted(hints.get(name, Any), value)
         except ValidationError as error:
-            problems += [f"{key}.{name}={value!r} does not fit {made.__name__}: {e['msg']}." for e in error.errors()]
+            problems += [f"{key}.{name}={value!r} does not fit {made.__name__}: {_told(e)}." for e in error.errors()]
     if problems:
         raise ConfigError("\n  ".join(problems))
     return fitting
@@ -245,7 +245,12 @@ def fitting_arguments(made: type, key: str, arguments: Mapping[str, Any], num_gi
 def _in_words(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
-    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": ") for e in error.errors())
+    return "; ".join(map(_told, error.errors()))
+
+
+def _told(error: Mapping[str, Any]) -> str:
+    """Return the place and the message of an error of pydantic."""
+    return f"{'.'.join(map(str, error['loc']))}: {error['msg']}".removeprefix(": ")
 
 
 def _hints_of(made: type) -> dict[str, Any]:

@@ -32,6 +32,9 @@ GENERATED_DATASETS = {
 }
 """Data sets that generate their rows, with the data set that reads such rows from `data_path`."""
 
+HAVE_IMAGE_FILES = ("refcoco", "mmpr-tiny")
+"""Data sets whose rows name image files that are not part of the data set."""
+
 RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "OpenMathInstruct-2",
     "DeepScaler",
@@ -53,6 +56,10 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "mbpp",
     "code_contests",
     "CodeDataset",
+    "clevr-cogent",
+    "geometry3k",
+    "refcoco",
+    "mmpr-tiny",
     "ResponseDataset",
     PROMPTS,
     ARITHMETIC,
@@ -105,17 +112,16 @@ OVERRIDE_MARKER = "_override_"
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
     *("math", "reward", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),
     *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym", "verifiers", "rag", "tools"),
-    *("agent", "nemo_gym"),
+    *("agent", "nemo_gym", "vlm", "clevr-cogent", "geometry3k", "refcoco"),
 )
 """Environments of the library, as `nemo_rl.environments` registers them."""
 
-NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("mmau", "vlm")
+NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("mmau",)
 """Environments of NeMo RL that do not exist here. A user's environment may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (
     *("HelpSteer3", "Nemotron-Cascade-2-SFT-Math", "audiomcq", "avqa"),
-    *("clevr-cogent", "daily-omni", "general-conversation-jsonl", "geometry3k", "intent-bench", "intent-train"),
-    *("mmau", "mmpr-tiny", "refcoco"),
+    *("daily-omni", "general-conversation-jsonl", "intent-bench", "intent-train", "mmau"),
 )
 """Data sets of NeMo RL that do not exist here, or not for every algorithm."""
 

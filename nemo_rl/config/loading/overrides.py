@@ -23,7 +23,7 @@ from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.structure import Slot, find_slot, known_keys, value_at
 from nemo_rl.config.loading.key_errors import explain_unknown
 from nemo_rl.config.loading.sources import Sources
-from nemo_rl.config.schema.env import RewardFunctionsConfig, calls_functions
+from nemo_rl.config.schema.env import may_have_key
 from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 DOT = "\x1f"
@@ -174,7 +174,7 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
         )
     _refuse_null_section(slot, override)
     _refuse_unknown_environment(path, tree, override)
-    typed = typed or _is_of_reward_functions(path, tree)
+    typed = typed or _is_of_named_functions(path, tree)
     if override.type == OverrideType.CHANGE and absent and typed:
         override.type = OverrideType.FORCE_ADD
     if override.type == OverrideType.ADD and typed and not absent and not sources.has(path):
@@ -213,7 +213,7 @@ def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Overri
     environments = tree.get("env") or {}
     if path[0] != "env" or len(path) < 3 or override.type != OverrideType.CHANGE or path[1] in environments:
         return
-    if _is_of_reward_functions(path, tree):
+    if _is_of_named_functions(path, tree):
         return
     known = ", ".join(shown(name) for name in environments) or "none"
     raise OverridesError(
@@ -223,11 +223,9 @@ def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Overri
     )
 
 
-def _is_of_reward_functions(path: Sequence[str], tree: Any) -> bool:
-    """Return whether a path is a key of an environment of reward functions, which `function` defines under any name."""
-    if path[0] != "env" or len(path) < 3 or path[2] not in RewardFunctionsConfig.model_fields:
-        return False
-    return path[2] == "function" or calls_functions(shown(path[1]), value_at(tree, path[:2]))
+def _is_of_named_functions(path: Sequence[str], tree: Any) -> bool:
+    """Return whether a path is a key of an environment that names functions, which can have any name."""
+    return path[0] == "env" and len(path) > 2 and may_have_key(shown(path[1]), path[2], value_at(tree, path[:2]))
 
 
 def _suggest_near_argument(path: Sequence[str], tree: Any, override: Override) -> None:

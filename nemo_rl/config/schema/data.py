@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag
 
-from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS, SHAPES
+from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS, HAVE_IMAGE_FILES, SHAPES
 from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.base.value_types import (
     Amount,
@@ -80,12 +80,13 @@ class DatasetDefaults(Section):
         "video_target_num_patches": _MEDIA,
         "video_temporal_patch_size": _MEDIA,
     }
-    ignored: ClassVar[dict[str, str]] = {"download_dir": "data sets are cached by Hugging Face"}
-
     dataset_name: str | None = None
     """A built-in data set, ResponseDataset for data_path, or the dotted path of a class."""
     data_path: str | None = None
     """A local JSONL, JSON, Parquet, CSV or Arrow file, or a hub id."""
+    download_dir: str | None = None
+    """Folder with the image files of refcoco (train2014 of COCO) or mmpr-tiny (its images); null: the folder of
+    data_path."""
     subset: str | None = None
     """Configuration name of a hub data set."""
     split: str | None = None
@@ -159,8 +160,11 @@ class DatasetConfig(DatasetDefaults):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the keys of generated problems if the data set does not generate problems."""
-        return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
+        """Report the keys of generated problems, and of folders of images, if the data set has none."""
+        name = values.get("dataset_name")
+        has_files = name in HAVE_IMAGE_FILES or (isinstance(name, str) and "." in name)
+        own = {} if has_files else {"download_dir": "data sets are cached by Hugging Face"}
+        return {**super().without_effect(values), **numbers_without_effect(name), **own}
 
 
 def numbers_without_effect(dataset_name: Any) -> dict[str, str]:

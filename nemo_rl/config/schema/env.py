@@ -1,7 +1,8 @@
 """Define the keys of `env`, with one entry per environment of a run, by name.
 
 Invariant: built-in environments have a schema. Any other name belongs to a user's environment, which gets its mapping
-unchanged. If that mapping has `function`, the environment consists of reward functions, unless the name is registered.
+unchanged. If that mapping has `function` or `reward_functions`, the environment is the built-in one that has this key,
+unless the name is registered.
 """
 
 from collections.abc import Mapping
@@ -69,6 +70,32 @@ class RewardFunctionsConfig(EnvironmentSection):
     """Texts that end the answers that this environment rewards, besides policy.generation.stop_strings."""
 
 
+class ImageRewardConfig(Section):
+    """One of the rewards of an answer about images."""
+
+    name: Literal["format", "exact_alnum", "math_expr", "bbox_giou", "geo3k"]
+    """format: blocks of thinking and answer; exact_alnum: letters and digits of the answer; math_expr: the answer as
+    mathematics; bbox_giou: overlap of two boxes; geo3k: the last \\boxed{} as mathematics."""
+    weight: Number = 1.0
+    """Weight of the reward. The weights of a list are divided by their sum."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the reward: think_tag and answer_tag (format), answer_tag (exact_alnum), tag (math_expr),
+    giou_penalty_thres and answer_tag (bbox_giou), format_score (geo3k)."""
+
+
+class VLMEnvironmentConfig(EnvironmentSection):
+    """Questions about images, rewarded by a weighted sum of functions."""
+
+    num_workers: Workers = 8
+    """Number of processes that compare answers as mathematics. They start when there is something to compare."""
+    stop_strings: list[str] | None = None
+    """Texts that end the answers that this environment rewards, besides policy.generation.stop_strings."""
+    reward_functions: list[ImageRewardConfig] = Field(default_factory=list)
+    """Rewards that are added with their weights. Required."""
+    timeout_s: Seconds = 10.0
+    """Time limit in seconds for one comparison. An answer that takes longer is a reward error."""
+
+
 class CodeEnvironmentConfig(SandboxKeys):
     """Programs written by the model, run in a sandbox and graded with tests."""
 
@@ -102,16 +129,36 @@ def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[s
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
     graded = MathEnvironmentConfig | RewardFunctionsConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
+    graded |= VLMEnvironmentConfig
     with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection | VerifiersConfig
     if isinstance(section, graded | with_turns):
         return section.stop_strings
-    return section.get("stop_strings") if section and calls_functions(name or "", section) else None
+    return section.get("stop_strings") if section and kind_by_keys(name or "", section) else None
+
+
+_KINDS: dict[str, tuple[str, type[EnvironmentSection]]] = {
+    "function": ("reward", RewardFunctionsConfig),
+    "reward_functions": ("vlm", VLMEnvironmentConfig),
+}
+"""Built-in environments that a section under any name can mean, with their schema, by the key that says so."""
+
+
+def kind_by_keys(name: str, section: Any) -> str | None:
+    """Return the built-in environment that a section means by its keys. None if its name or its type says more."""
+    if "." in name or not isinstance(section, Mapping):
+        return None
+    return next((kind for key, (kind, _) in _KINDS.items() if key in section), None)
+
+
+def may_have_key(name: str, key: str, section: Any) -> bool:
+    """Return whether a section under a free name means a built-in environment, or will mean it, that has this key."""
+    kind = kind_by_keys(name, section)
+    return key in _KINDS or any(kind == of and key in schema.model_fields for of, schema in _KINDS.values())
 
 
 def calls_functions(name: str, section: Any) -> bool:
     """Return whether a section names reward functions: `reward`, or any name that is not the path of a class."""
-    own = isinstance(section, Mapping) and "function" in section and "." not in name
-    return own or isinstance(section, RewardFunctionsConfig)
+    return kind_by_keys(name, section) == "reward" or isinstance(section, RewardFunctionsConfig)
 
 
 def keeps_rows(environments: Mapping[str, Any], name: str | None) -> bool:
@@ -135,6 +182,7 @@ class BuiltInEnvironments(TypedDict, total=False):
 
     math: MathEnvironmentConfig
     reward: RewardFunctionsConfig
+    vlm: VLMEnvironmentConfig
     code: CodeEnvironmentConfig
     code_jaccard: CodeJaccardEnvironmentConfig
     sliding_puzzle_game: SlidingPuzzleEnvironmentConfig

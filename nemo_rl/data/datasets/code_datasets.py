@@ -8,7 +8,6 @@ import ast
 import builtins
 import json
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -16,8 +15,8 @@ from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.hub import HubSource, load_table
-from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.hub import AnsweredDataset, HubSource
+from nemo_rl.data.datasets.raw_dataset import RawDataset, Row
 from nemo_rl.data.datasets.rows.program_tests import reason_against
 from nemo_rl.data.datasets.rows.values import kind_of, text_of, value_of
 
@@ -27,25 +26,7 @@ _TEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
 DatasetFactory = Callable[[DatasetConfig, str], RawDataset]
 
 
-class _Programs(RawDataset):
-    """Rows of a data set whose answers are tests."""
-
-    def __init__(self, config: DatasetConfig, role: str, source: HubSource) -> None:
-        self.input_key = config.input_key or source.input_key
-        self.output_key = config.output_key or source.output_key
-        table = load_table(config, role, source)
-        self.take_rows(table, FormattedRows(table, self.columns(), self.to_messages, config.env_name))
-
-    @abstractmethod
-    def columns(self) -> list[str]:
-        """Return the columns that `to_messages` reads."""
-
-    @abstractmethod
-    def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """Return the question and the tests of a raw row."""
-
-
-class CodeDataset(_Programs):
+class CodeDataset(AnsweredDataset):
     """Problems with tests of any kind, from any file or from CodeContests.
 
     The column `tests` (or `output_key`) holds Python's `assert` statements as a text or a list of texts, pairs
@@ -73,7 +54,7 @@ class CodeDataset(_Programs):
         return _any_tests({"inputs": inputs, "outputs": outputs})
 
 
-class HumanEvalDataset(_Programs):
+class HumanEvalDataset(AnsweredDataset):
     """The data set HumanEval. The question is the start of a program, which includes helpers of the function."""
 
     def columns(self) -> list[str]:
@@ -87,7 +68,7 @@ class HumanEvalDataset(_Programs):
         return _messages(f"Complete this Python program.\n```python\n{start.strip()}\n```", tests)
 
 
-class MBPPDataset(_Programs):
+class MBPPDataset(AnsweredDataset):
     """The data set MBPP. The question shows only the first test, which names the function, as is usual."""
 
     def columns(self) -> list[str]:
@@ -159,7 +140,7 @@ def _names_of_builtins(code: str) -> list[str]:
     return [one.name for one in tree.body if isinstance(one, ast.FunctionDef) and hasattr(builtins, one.name)]
 
 
-def _named(kind: type[_Programs], source: HubSource) -> DatasetFactory:
+def _named(kind: type[AnsweredDataset], source: HubSource) -> DatasetFactory:
     return partial(kind, source=source)
 
 

@@ -16,6 +16,7 @@ from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic import TRAIN
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.rows.images import content_parts, has_media
 from nemo_rl.data.datasets.rows.readers import RowTable, read_file
 from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of
 from nemo_rl.data.messages.content import content_text
@@ -187,7 +188,7 @@ def _message(message: Any, number: int, known_roles: Collection[str] | None) -> 
     if calls:
         kept["tool_calls"] = calls
         kept.setdefault("content", "")
-    kept["content"] = message_text(kept.get("content"), number)
+    kept["content"] = _content(kept.get("content"), number, str(role))
     if not calls and role == ASSISTANT:
         text_of(kept, "content")
     _check_flags(kept)
@@ -201,15 +202,19 @@ def _check_flags(message: Mapping[str, Any]) -> None:
         raise RowError(str(error)) from None
 
 
-def message_text(content: Any, number: int) -> str:
-    """Return the text of a message, which may be given as a list of typed parts.
+def _content(content: Any, number: int, role: str) -> str | list[dict[str, Any]]:
+    """Return the text of a message, which may be given as a list of typed parts, or its parts if there are images.
 
     Raises:
-        RowError: The content is neither a text nor a list of parts, or one of the parts is not text.
+        RowError: The content is neither a text nor a list of parts, or one of the parts is neither text nor an image.
     """
     what = f"the content of message {number}"
     if content is None:
         raise RowError(f"message {number} has no content")
+    if isinstance(content, list) and has_media(content):
+        if role == ASSISTANT:
+            raise RowError(f"message {number} of the assistant has an image or other media, which a model cannot write")
+        return content_parts(content, what)
     if isinstance(content, list):
         try:
             content = content_text(content, what)

@@ -1,16 +1,20 @@
 """Find and load the raw rows of a named data set from the hub, a mirror or a file.
 
+`AnsweredDataset` is the base of data sets of questions with answers.
+
 Invariant: a data set has the same columns for every source of its rows.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.data.datasets.arithmetic import VALIDATION
-from nemo_rl.data.datasets.rows.readers import RowTable, is_file_path, read_file, table_of
+from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
+from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset
+from nemo_rl.data.datasets.rows.readers import Row, RowTable, is_file_path, read_file, table_of
 from nemo_rl.files.hub_download import download
 from nemo_rl.host.boundary import raised_as
 from nemo_rl.utils.errors import DataError, DownloadError
@@ -41,6 +45,40 @@ class HubSource:
     """Split used for validation. If None, the split for training."""
     section: str | None = None
     """Configuration section that names the data set, for messages. If None, `data.<role>`."""
+
+
+class AnsweredDataset(RawDataset):
+    """Questions and answers from a local file, a mirror or the hub. A subclass reads the rows.
+
+    Args:
+        config: A data set of `data.train` or `data.validation`. `data_path` is a file, a folder (a copy of the hub
+            repository, or one saved with `save_to_disk`) or a hub id. `input_key` and `output_key` override the
+            columns. `split` and `subset` do not apply to single files.
+        role: "train" or "validation", which determines the default split.
+        source: Location of a named data set, or None for any file or hub id.
+
+    Raises:
+        DataError: There is nothing to read, or it cannot be read.
+    """
+
+    def __init__(self, config: DatasetConfig, role: str = TRAIN, source: HubSource | None = None) -> None:
+        source = source or HubSource(None, "input", "output")
+        self.input_key = config.input_key or source.input_key
+        self.output_key = config.output_key or source.output_key
+        table = load_table(config, role, source)
+        self.take_rows(table, FormattedRows(table, self.columns(), self.to_messages, config.env_name))
+
+    @abstractmethod
+    def columns(self) -> list[str]:
+        """Return the columns that `to_messages` reads."""
+
+    @abstractmethod
+    def to_messages(self, row: Row) -> list[dict[str, Any]]:
+        """Return the conversation of a raw row, with the answer as the last message.
+
+        Raises:
+            RowError: The row cannot be used. The message gives the reason.
+        """
 
 
 def load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:

@@ -11,7 +11,8 @@ import numpy as np
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import BadRow, RowError
-from nemo_rl.data.datasets.rows.readers import NOT_UTF8, RowTable, is_table
+from nemo_rl.data.datasets.rows.images import IMAGES, UndecodedRows, folder_of, undecoded, with_images
+from nemo_rl.data.datasets.rows.readers import NOT_UTF8, Row, RowTable, is_table
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import get_processor
 from nemo_rl.utils.errors import DataError
@@ -57,7 +58,6 @@ def _without(value: Any, kind: "pyarrow.DataType") -> Any:
     return value
 
 
-Row = Mapping[str, Any]
 FormattedRow = dict[str, Any]
 
 _SCAN_ROWS = 1000
@@ -172,7 +172,8 @@ class FormattedRows(Sequence[FormattedRow]):
 
     Args:
         table: Raw rows with places.
-        columns: Columns that `format_row` reads. Only these columns are checked.
+        columns: Columns that `format_row` reads. Only these columns are checked. If the column `images` is not among
+            them, it fills the places of images in the messages.
         format_row: Function that returns the messages of a raw row, or raises `RowError`.
         task_name: Task name of every row.
         key: Key for the value that `format_row` returns.
@@ -195,12 +196,16 @@ class FormattedRows(Sequence[FormattedRow]):
         self._task_name = task_name
         self.bad_rows = list(table.bad_rows)
         self._nulls = ArrowNulls(table.rows) if is_table(table.rows) else None
+        self._folder = folder_of(table)
+        self._fills = IMAGES not in columns
+        columns = [*columns, IMAGES] if self._fills else columns
+        self._undecoded = undecoded(table, columns)
         self.columns = dict.fromkeys(table.rows.column_names if is_table(table.rows) else ())
         """Columns of the rows, as keys."""
         self.columns_read = frozenset(columns)
         """Columns that `format_row` reads."""
         usable = []
-        for index, row in _scan(table, columns):
+        for index, row in _scan(table, columns, self._undecoded):
             try:
                 if row is None:
                     raise RowError(NOT_UTF8)
@@ -208,7 +213,7 @@ class FormattedRows(Sequence[FormattedRow]):
                     raise RowError(f"a {type(row).__name__}, not a row with columns")
                 row = row if self._nulls is None else self._nulls.removed(dict(row))
                 self.columns |= dict.fromkeys((*row, *keys_below(row)))
-                format_row(row)
+                self._formatted(row)
                 usable.append(index)
             except RowError as error:
                 self.bad_rows.append(BadRow(table.name, table.lines[index], str(error)))
@@ -222,9 +227,13 @@ class FormattedRows(Sequence[FormattedRow]):
         return len(self.indices)
 
     def __getitem__(self, position: Any) -> Any:
-        row = self.table.rows[int(self.indices[position])]
+        rows = self.table.rows if self._undecoded is None else self._undecoded
+        row = rows[int(self.indices[position])]
         row = row if self._nulls is None else self._nulls.removed(dict(row))
-        return {**row, self._key: self._format_row(row), "task_name": self._task_name}
+        return {**row, self._key: self._formatted(row), "task_name": self._task_name}
+
+    def _formatted(self, row: Row) -> Any:
+        return with_images(self._format_row(row), row, self._folder, fills=self._fills)
 
     def place(self, position: int) -> tuple[str, int]:
         """Return the file (or data set) and line of a row."""
@@ -256,7 +265,7 @@ def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
     return (type(rows).__name__, position) if place is None else place(position)
 
 
-def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | None]]:
+def _scan(table: RowTable, columns: Sequence[str], images: UndecodedRows | None) -> Iterator[tuple[int, Row | None]]:
     """Yield each row with at least the given columns. Yield None for a row that is not valid UTF-8."""
     rows = table.rows
     if not is_table(rows):
@@ -267,6 +276,9 @@ def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | 
     for start in range(0, len(rows), _SCAN_ROWS):
         stop = min(start + _SCAN_ROWS, len(rows))
         try:
+            if images is not None:
+                yield from enumerate(images.batch(start, stop, present), start)
+                continue
             batch = narrow[start:stop]
             for offset in range(stop - start):
                 yield start + offset, {column: batch[column][offset] for column in present}

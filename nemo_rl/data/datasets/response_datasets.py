@@ -21,7 +21,8 @@ from nemo_rl.data.datasets.conversation_datasets import (
     PlainTextDataset,
     message_list,
 )
-from nemo_rl.data.datasets.hub import HubSource, load_table
+from nemo_rl.data.datasets.hub import AnsweredDataset, HubSource, load_table
+from nemo_rl.data.datasets.image_datasets import IMAGE_REGISTRY
 from nemo_rl.data.datasets.nemo_gym import NemoGymDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, GeneratedDataset, RawDataset, Row
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
@@ -89,26 +90,8 @@ class EpisodesDataset(GeneratedDataset):
         return EpisodeRows(split, num_samples, seed, self._config.env_name)
 
 
-class ResponseDataset(RawDataset):
-    """Questions and answers from a local file, a mirror or the hub.
-
-    Args:
-        config: A data set of `data.train` or `data.validation`. `data_path` is a file, a folder (a copy of the hub
-            repository, or one saved with `save_to_disk`) or a hub id. `input_key` and `output_key` override the
-            columns. `split` and `subset` do not apply to single files.
-        role: "train" or "validation", which determines the default split.
-        source: Location of a named data set, or None for any file or hub id.
-
-    Raises:
-        DataError: There is nothing to read, or it cannot be read.
-    """
-
-    def __init__(self, config: DatasetConfig, role: str = TRAIN, source: HubSource | None = None) -> None:
-        source = source or HubSource(None, "input", "output")
-        self.input_key = config.input_key or source.input_key
-        self.output_key = config.output_key or source.output_key
-        table = load_table(config, role, source)
-        self.take_rows(table, FormattedRows(table, self.columns(), self.to_messages, config.env_name))
+class ResponseDataset(AnsweredDataset):
+    """Rows with a question and an answer in two columns."""
 
     def columns(self) -> list[str]:
         """Return the columns that `to_messages` reads."""
@@ -248,6 +231,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "openai_format": OpenAIFormatDataset,
     PLAIN_TEXT: PlainTextDataset,
     **CODE_REGISTRY,
+    **IMAGE_REGISTRY,
     "ResponseDataset": ResponseDataset,
     PROMPTS: PromptDataset,
     "arithmetic": ArithmeticDataset.of_entry,

@@ -23,6 +23,15 @@ class VerifierResult:
     """Reward of 1.0 or 0.0, or one value for each named reward component."""
     extracted_answer: str | None = None
     """Text that the verifier took as the final answer, or None if it found none."""
+    correct: bool | None = None
+    """Whether the answer is right, or None if the reward says so."""
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether the answer is right. If `correct` is None, the reward or its component of correctness must be 1.0."""
+        if self.correct is not None:
+            return self.correct
+        return (self.reward["reward/correctness"] if isinstance(self.reward, dict) else self.reward) == 1.0
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl.environments.grading.final_answer import grade_plain_number
 from nemo_rl.environments.grading.grade import PROMPT_CHARS, Grade, VerifierResult
 from nemo_rl.host.processes import import_path, is_stopped
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
@@ -212,6 +213,15 @@ class GradingPool:
         for job in jobs:
             self._jobs.put(job)
         return [self._wait(job) for job in jobs]
+
+    def grade_answers(self, answers: Sequence[tuple[str, str]], prompts: Sequence[str] | None = None) -> list[Grade]:
+        """Grade plain numbers in this process, and the other answers as `grade` does."""
+        here = self.verifier == "hf_math_verify"
+        plain = [grade_plain_number(response, truth) if here else None for response, truth in answers]
+        rest = [row for row, found in enumerate(plain) if found is None]
+        ends = None if prompts is None else [prompts[row] for row in rest]
+        graded = iter(self.grade([answers[row] for row in rest], ends))
+        return [next(graded) if found is None else Grade(verified=found) for found in plain]
 
     def close(self) -> None:
         """Kill all grading processes, and fail the answers that are being graded. A second call does nothing."""

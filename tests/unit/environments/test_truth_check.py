@@ -176,7 +176,7 @@ def test_first_rows_and_a_spread_of_the_rest_are_graded():
 
 
 def test_plain_numbers_need_no_process(monkeypatch):
-    monkeypatch.setattr("nemo_rl.environments.truth_check.GradingPool", None)
+    monkeypatch.setattr("nemo_rl.environments.grading.pool.GradingProcess", None)
     assert TruthGrader("math", "hf_math_verify", 1.0).grade(["18", "-7", "2.5", "18"]) == {}
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from nemo_rl.data.bad_rows import BadRow
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RowView, row_place
+from nemo_rl.data.datasets.rows.images import is_image_column
 from nemo_rl.data.datasets.rows.readers import is_table
 from nemo_rl.data.messages.control_tokens import ControlTokens
 
@@ -147,6 +148,8 @@ def _any_text(value: Any, test: Callable[[str], bool]) -> bool:
 def _in_table(table: "pyarrow.Table", pattern: str) -> np.ndarray:
     found = np.zeros(len(table), dtype=bool)
     for column in table.columns:
+        if is_image_column(column.type):
+            continue
         found |= _in_array(column.combine_chunks(), pattern)
     return found
 

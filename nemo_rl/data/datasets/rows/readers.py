@@ -37,6 +37,9 @@ _BOM = b"\xef\xbb\xbf"
 _MAX_CSV_FIELD = 2**31 - 1
 _DELIMITERS = (",", ";", "\t", "|")
 
+Row = Mapping[str, Any]
+"""Columns of a raw row, by name."""
+
 type Record = tuple[int, Mapping[str, Any] | str]
 """Line in which a row begins, with the row or the reason why it cannot be used."""
 

@@ -8,8 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.raw_dataset import Row
-from nemo_rl.data.datasets.rows.readers import WrittenFloat
+from nemo_rl.data.datasets.rows.readers import Row, WrittenFloat
 
 _MOST_DIGITS = 400
 """Largest number of digits before or after the decimal point."""
