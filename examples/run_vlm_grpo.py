@@ -3,7 +3,8 @@
     uv run examples/run_vlm_grpo.py [--config FILE] [--dry-run] [key=value ...]
 
 Without --config the run is described by examples/configs/vlm_grpo_3B.yaml (GPUs); on a machine without a GPU use
---config examples/configs/vlm_grpo_cpu.yaml. The program is that of run_grpo.py with policy.tokenizer.use_processor=true.
+--config examples/configs/vlm_grpo_cpu.yaml. The program is that of run_grpo.py with images on:
+policy.tokenizer.use_processor=true.
 Overrides follow Hydra's grammar.
 """
 

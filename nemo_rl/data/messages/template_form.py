@@ -36,8 +36,8 @@ def for_template(messages: Sequence[Message], tokenizer: TokenizerType) -> list[
     """Return the messages in the form of the tokenizer's chat template.
 
     The role "environment" becomes "user", "function" becomes "tool", and "developer" becomes "system" if the template
-    does not know it. Lists of parts are joined, unless the template reads images. The arguments of tool calls become mappings, or JSON text for
-    templates that join arguments to other text.
+    does not know it. Lists of parts are joined, unless the template reads images. The arguments of tool calls become
+    mappings, or JSON text for templates that join arguments to other text.
 
     Args:
         messages: Messages with `role` and `content`.

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
@@ -39,7 +38,7 @@ from nemo_rl.distributed.parallel_logprobs import default_chunk_size
 from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Work
 from nemo_rl.models.draft.choice import shape_of
 from nemo_rl.models.huggingface.layers import body, decoder_layers
-from nemo_rl.models.huggingface.load import torch_dtype
+from nemo_rl.models.huggingface.load import auto_class, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ def _trace(
 ) -> ModelTrace:
     AttentionInterface.register(_ATTENTION, _attention)
     AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if scores else auto_class(config)
     with torch.device("meta"), no_init_weights():
         try:
             hf = kind.from_config(deepcopy(config), dtype=dtype, attn_implementation=_ATTENTION).train()

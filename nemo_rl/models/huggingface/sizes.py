@@ -93,13 +93,14 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
     The names are those of transformers, where the experts of a layer are one parameter with an additional dimension.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
+
+    from nemo_rl.models.huggingface.load import auto_class
 
     key = config.to_json_string(use_diff=False)
     if key not in _SHAPES:
         with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class(config).from_config(config)
         model.tie_weights()  # the model was not initialised, so weights are not tied
         _SHAPES[key] = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return _SHAPES[key]
@@ -208,11 +209,12 @@ def model_flops(
             cannot be counted.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    from nemo_rl.models.huggingface.load import auto_class
+
     with torch.device("meta"), no_init_weights():
-        hf = AutoModelForCausalLM.from_config(config)
+        hf = auto_class(config).from_config(config)
     text: Any = config.get_text_config()
     head = hf.get_output_embeddings()
     of_tokens = dict.fromkeys([*hf.get_decoder().modules(), head])

@@ -372,13 +372,14 @@ class FolderBackend(TrainingBackend):
         Raises:
             CheckpointError: the weights do not fit the model.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
         from nemo_rl.models.huggingface.comparison import compare_models, is_classifier
+        from nemo_rl.models.huggingface.load import auto_class
 
         def check() -> "ExportCheck":
             config = AutoConfig.from_pretrained(self.described_folder(weights), trust_remote_code=False)
-            kind = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+            kind = AutoModelForSequenceClassification if is_classifier(config) else auto_class(config)
             trained = kind.from_config(config, dtype=torch.float32).eval()
             self.read_into(trained, weights)
             exported = kind.from_pretrained(target, dtype=torch.float32).eval()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import find_path
@@ -22,7 +22,7 @@ from nemo_rl.models.dtensor.lora import attach_adapter, merge_adapters, read_ada
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models
 from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, CONFIG_FILE, MODEL_FOLDER, require_empty
-from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
+from nemo_rl.models.huggingface.load import auto_class, load_causal_lm, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.utils.errors import CheckpointError
 
@@ -137,7 +137,8 @@ def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
     """
 
     def compare() -> ExportCheck:
-        exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False).eval()
+        kind = auto_class(AutoConfig.from_pretrained(target, trust_remote_code=False))
+        exported = kind.from_pretrained(target, dtype=torch.float32, trust_remote_code=False).eval()
         return compare_models(
             _adapted(source), exported, AutoTokenizer.from_pretrained(target, trust_remote_code=False)
         )
