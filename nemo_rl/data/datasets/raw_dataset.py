@@ -108,7 +108,8 @@ class RawDataset:
     def take_rows(self, table: RowTable, rows: "FormattedRows") -> None:
         """Use the usable rows of a table as this data set."""
         self.dataset, self.bad_rows, self.num_rows = rows, rows.bad_rows, table.num_rows
-        self.first_columns = tuple(table.rows[0]) if len(table.rows) else ()
+        if len(table.rows):  # the first row of a table is not read, because that would decode its images
+            self.first_columns = tuple(table.rows.column_names if is_table(table.rows) else table.rows[0])
         self.unused_columns = tuple(sorted(set(rows.columns) - rows.columns_read - IGNORED_COLUMNS))
 
     def draw_rows(self, max_samples: int | None, seed: int) -> None:

@@ -11,6 +11,7 @@ from data_helpers import entry, write_lines
 from PIL import Image
 
 from nemo_rl.config.base.names import NOT_BUILT_DATASETS, RESPONSE_DATASET_NAMES
+from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.hub import load_table
 from nemo_rl.data.datasets.image_datasets import IMAGE_REGISTRY, interleaved
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
@@ -207,7 +208,7 @@ def test_other_words_in_angle_brackets_are_text() -> None:
     assert interleaved("<images> <image_> <image_x> <image 1> <image", ["a"])[1:] == [
         text("<images> <image_> <image_x> <image 1> <image")
     ]
-    with pytest.raises(Exception, match="the question names image 0"):
+    with pytest.raises(RowError, match="the question names image 0"):
         interleaved("<image_0>", ["a"])
 
 
