@@ -117,6 +117,26 @@ class RowImages:
         return cls(family_from_state(state["family"]), tuple(Image.from_state(image) for image in state["images"]))
 
 
+def require_images(token_ids: Sequence[int], inputs: RowInputs | None, media_tokens: Sequence[int]) -> None:
+    """Check that a row with placeholders has the images to which they belong.
+
+    Args:
+        token_ids: the tokens of the row.
+        inputs: the further inputs of the row, or None.
+        media_tokens: ids of the tokens that stand for images and videos. Empty for a model that reads text only.
+
+    Raises:
+        DataError: images or placeholders are missing.
+    """
+    if inputs is not None and inputs.images is not None:
+        inputs.images.require(token_ids)
+    elif (inputs is None or not inputs.inputs) and not set(media_tokens).isdisjoint(token_ids):
+        raise DataError(
+            "A row has placeholders of images but no images. Its data processor must return them in row_inputs, as "
+            "vlm_hf_data_processor does."
+        )
+
+
 def _index(token_ids: Sequence[int], token: int, start: int) -> int:
     """Return the index of a token from `start` on, or the length without one."""
     try:

@@ -210,13 +210,20 @@ class DTensorBackend(TorchBackend):
             self._replay.use(inputs)
 
     def _check_further_inputs(self, microbatches: Sequence[ModelInputs]) -> None:
-        """Refuse inputs that the model's forward does not have, and positions that its own masks may misread.
+        """Refuse inputs that the forward does not have, forgotten images, and positions that masks may misread.
 
         Without an attention mask, transformers interprets a jump in the positions as the start of another sequence.
         """
         names = {name for inputs in microbatches for name in inputs.further_names}
         if names:
             require_parameters(body(self.model.hf), sorted(names))
+        images = [inputs for inputs in microbatches if not inputs.further_names and self._density.never]
+        never = torch.tensor(self._density.never, device=self.device)
+        if any(bool(torch.isin(inputs.model_inputs["input_ids"], never).any()) for inputs in images):
+            raise ConfigError(
+                "Rows have placeholders of images but no images. Their data processor must return the images in "
+                "row_inputs, as vlm_hf_data_processor does."
+            )
         own_masks = self.model.hf.config._attn_implementation != VARLEN_ATTENTION
         if own_masks and any("position_ids" in inputs.model_inputs for inputs in microbatches):
             raise ConfigError(

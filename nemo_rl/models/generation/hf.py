@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from nemo_rl.data.images.rows import require_images
 from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has_position_rule, position_ids
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
@@ -120,12 +121,12 @@ class HfEngine(BatchedEngine):
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """Queue a request. The model's body must have parameters for all inputs of the row."""
-        if request.row_inputs is not None:
-            try:
-                request.row_inputs.require(torch.tensor(request.prompt_token_ids))
+        try:
+            require_images(request.prompt_token_ids, request.row_inputs, self._media_tokens)
+            if request.row_inputs is not None:
                 require_parameters(body(self._model), request.row_inputs.argument_names)
-            except (ConfigError, DataError) as error:
-                raise GenerationError(str(error)) from error
+        except (ConfigError, DataError) as error:
+            raise GenerationError(str(error)) from error
         super().add_request(request_id, request)
 
     @override

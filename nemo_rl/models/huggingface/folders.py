@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,38 @@ from safetensors.torch import save
 from torch import Tensor
 
 from nemo_rl.config.schema.model.parallel import AdapterConfig
+from nemo_rl.data.images.messages import images_of
 from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.files.regular_file import read_text
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.huggingface.load import stays_float32_in_files
-from nemo_rl.models.huggingface.tensor_files import TensorFiles, write_file
+from nemo_rl.models.huggingface.tensor_files import TensorFiles, model_folder, write_file
 from nemo_rl.utils.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MODEL_FOLDER = "model"
 """Subfolder of a weights folder that `from_pretrained` loads."""
 CONSOLIDATED_FOLDER = "consolidated"
 TENSOR_FILES = "*.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Write a tokenizer, and the files of its image processor if it reads images.
+
+    Transformers and vLLM load the folder as they load the folder of the tokenizer.
+    """
+    tokenizer.save_pretrained(str(folder))
+    if images_of(tokenizer) is not None:
+        source = model_folder(str(tokenizer.name_or_path))
+        for name in PROCESSOR_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
 
 
 def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:

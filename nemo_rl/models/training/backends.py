@@ -27,7 +27,13 @@ from nemo_rl.files.regular_file import read_text
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token, microbatch_tokens
-from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, MODEL_FOLDER, TOKENIZER_FILES, require_empty
+from nemo_rl.models.huggingface.folders import (
+    CONSOLIDATED_FOLDER,
+    MODEL_FOLDER,
+    TOKENIZER_FILES,
+    require_empty,
+    save_tokenizer,
+)
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.named_parts import Registry, check_own_keys
 
@@ -311,7 +317,7 @@ class FolderBackend(TrainingBackend):
         """Write the tokenizer and, if `precision` is given, a copy of the model into `model/consolidated`."""
         from nemo_rl.models.huggingface.load import torch_dtype
 
-        tokenizer.save_pretrained(str(self.described_folder(weights)))
+        save_tokenizer(tokenizer, self.described_folder(weights))
         if precision is not None:
             self.write_model(weights, weights / MODEL_FOLDER / CONSOLIDATED_FOLDER, torch_dtype(precision))
 

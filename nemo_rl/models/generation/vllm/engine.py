@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import uniproc_executor
 
-from nemo_rl.data.images.rows import RowImages
+from nemo_rl.data.images.rows import RowImages, require_images
 from nemo_rl.data.routed_experts import Experts
 from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
@@ -92,6 +92,7 @@ class VllmEngine(SteppedEngine):
             warn_of_weights_only(settings.quantization, torch.cuda.get_device_capability())
         self._experts = ExpertReports(self._engine, on_cpu=on_cpu) if settings.reports_experts else None
         self._cache = CacheWatch(self._scheduler)
+        self._media_tokens = settings.media_tokens
         tokenizer: Any = self._engine.renderer.tokenizer
         self._never: list[str] = tokenizer.convert_ids_to_tokens(settings.media_tokens) if settings.media_tokens else []
         self._speculation = self._watch_speculation(settings)
@@ -124,6 +125,7 @@ class VllmEngine(SteppedEngine):
                 f"{self._max_model_len}{more} (policy.generation.engine.max_model_len)."
             )
         try:
+            require_images(request.prompt_token_ids, request.row_inputs, self._media_tokens)
             images = None if request.row_inputs is None else request.row_inputs.images
             self._submit(request_id, request.prompt_token_ids, self._sampling_params(request, room), images=images)
         except (VLLMValidationError, ValueError, DataError) as refusal:

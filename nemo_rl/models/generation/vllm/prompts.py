@@ -22,15 +22,10 @@ def prompt_of(token_ids: list[int], images: RowImages | None, cache_salt: str | 
 
     Args:
         token_ids: all tokens before the response.
-        images: the images of the row, or None.
+        images: the images of the row, whose tokens were checked (`require_images`), or None.
         cache_salt: keys and values are shared only between prompts with the same salt.
-
-    Raises:
-        DataError: the tokens are not those of the images.
     """
     salt = {} if cache_salt is None else {"cache_salt": cache_salt}
-    if images is not None:
-        images.require(token_ids)
     if images is None or not images.images:
         return {"prompt_token_ids": token_ids, **salt}
     ranges = [
