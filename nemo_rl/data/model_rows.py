@@ -314,6 +314,26 @@ def position_ids(rows: Sequence[Tensor], column: Sequence[RowInputs], width: int
     return torch.stack(padded, dim=-2)
 
 
+def shared_position_ids(
+    rows: Sequence[Tensor], column: Sequence[RowInputs], places: Sequence[Tensor], width: int
+) -> Tensor:
+    """Arrange the positions of rows in a layout in which rows share tokens.
+
+    Args:
+        rows: token ids of b rows, each `[n]`.
+        places: index in the layout of each token of each row, `[n]` int64.
+        width: number of tokens of the layout.
+
+    Returns:
+        Positions `[1, width]`, or `[d, 1, width]` if a rule returns d dimensions. They are 0 in the filler.
+    """
+    positions = _of_one_shape([row_positions(ids, inputs) for ids, inputs in zip(rows, column, strict=True)])
+    arranged = torch.zeros((*positions[0].shape[:-1], width), dtype=torch.int64)
+    for own, place in zip(positions, places, strict=True):
+        arranged[..., place] = own
+    return arranged.unsqueeze(-2)
+
+
 def _of_one_shape(positions: list[Tensor]) -> list[Tensor]:
     """Repeat positions `[n]` for each of d dimensions if other rows have positions `[d, n]`."""
     sizes = sorted({len(own) for own in positions if own.dim() == 2})

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_rl.data.common_prefixes import Path, Prefixes
-from nemo_rl.data.model_rows import ROW_INPUTS
+from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs
 from nemo_rl.data.packing import PROMPT_GROUPS
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS, Experts, joined_experts, padded_experts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -235,15 +235,20 @@ class BatchRows:
     def prefixes(self) -> Prefixes:
         """Find the prefixes that rows share with all rows or, if the batch has `PROMPT_GROUPS`, within their prompt.
 
-        Stored rows share prefixes only with rows of the same object. Rows with further inputs (`data.model_rows`) share
-        no prefixes, because the model expects their inputs once for each row.
+        Stored rows share prefixes only with rows of the same object. Rows with images share the tokens of equal images.
+        Rows with other inputs (`data.model_rows`) share no prefixes, because the model expects the inputs of each row.
         """
         batch, lengths = self.batch, self.batch["input_lengths"].tolist()
-        if ROW_INPUTS in batch:
-            return Prefixes.alone(len(lengths))
         tokens = [ids[:length] for ids, length in zip(batch["input_ids"].numpy(), lengths, strict=True)]
+        if ROW_INPUTS in batch:
+            column: list[RowInputs] = batch[ROW_INPUTS]
+            if any(inputs.images is None for inputs in column):
+                return Prefixes.alone(len(lengths))
+            pairs = zip(tokens, column, strict=True)
+            tokens = [np.array(inputs.images.named_tokens(ids.tolist())) for ids, inputs in pairs if inputs.images]
         groups = batch.get(PROMPT_GROUPS)
-        return Prefixes.of(tokens) if groups is None else Prefixes.of_groups(tokens, groups.tolist())
+        found = Prefixes.of(tokens) if groups is None else Prefixes.of_groups(tokens, groups.tolist())
+        return found if ROW_INPUTS not in batch else _around_images(found, tokens)
 
     def num_written(self) -> Tensor:
         """Return the number of tokens per row that the policy wrote and a model predicts, `[B]`."""
@@ -287,13 +292,33 @@ class BatchRows:
         self.batch["reference_policy_logprobs"] = scores["reference_logprobs"]
 
 
+def _around_images(prefixes: Prefixes, tokens: Sequence[NDArray[np.int64]]) -> Prefixes:
+    """Return the tree in which no common prefix ends within the tokens of an image, which have negative numbers."""
+
+    def outside(row: int, count: int) -> int:
+        own = tokens[row]
+        while 0 < count < len(own) and own[count] < 0 and own[count] == own[count - 1]:
+            count -= 1
+        return count
+
+    shared = [outside(row, count) for row, count in zip(prefixes.rows, prefixes.shared, strict=True)]
+    return Prefixes(prefixes.rows, shared)
+
+
 class StoredRows(BatchRows):
     """Rows whose tokens and log-probabilities stay in the object store until a rank needs them.
 
     The driver has only lengths and counts, and one advantage for all tokens of a row: `advantages` is `[B, 1]`.
     """
 
-    SCORED: ClassVar[tuple[str, ...]] = ("input_lengths", "sample_mask", STORED_ROWS, _NUM_STALE, PROMPT_GROUPS)
+    SCORED: ClassVar[tuple[str, ...]] = (
+        "input_lengths",
+        "sample_mask",
+        STORED_ROWS,
+        _NUM_STALE,
+        PROMPT_GROUPS,
+        ROW_INPUTS,
+    )
     STORED: ClassVar[tuple[str, ...]] = ("input_ids", "token_mask", "generation_logprobs", "advantages")
 
     @override
@@ -335,6 +360,8 @@ class StoredRows(BatchRows):
     def prefixes(self) -> Prefixes:
         # # A row that was cut shares no prefix, because its path is that of the whole row.
         lengths = self.batch["input_lengths"].tolist()
+        if ROW_INPUTS in self.batch:  # paths do not tell images apart
+            return Prefixes.alone(len(lengths))
         groups = self.batch[PROMPT_GROUPS].tolist() if PROMPT_GROUPS in self.batch else [0] * len(lengths)
         numbers: dict[Any, int] = {}
         paths: list[tuple[int, Path]] = []

@@ -264,14 +264,21 @@ def build_training_batch(
         "input_lengths": torch.tensor(lengths, dtype=torch.int64),
         "sample_mask": torch.tensor(weights),
         PROMPT_GROUPS: torch.tensor([trajectory.group_index for trajectory in trajectories]),
-    }
+    } | _inputs_column(trajectories)
     if all(trajectory.stored is not None for trajectory in trajectories):
         return BatchedDataDict(columns | stored_columns(trajectories, max(lengths), pad_token_id))
     return BatchedDataDict(columns | _token_columns(whole(trajectories), max(lengths), pad_token_id))
 
 
+def _inputs_column(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Return the column of further inputs of rows, or nothing if no row has any."""
+    if all(trajectory.row_inputs is None for trajectory in trajectories):
+        return {}
+    return {ROW_INPUTS: completed([trajectory.row_inputs for trajectory in trajectories])}
+
+
 def _token_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id: int) -> dict[str, Any]:
-    """Return the columns with a value per token and, if there are any, the column of further inputs of rows."""
+    """Return the columns with a value per token."""
     shape = (len(trajectories), width)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     token_mask = np.zeros(shape, dtype=np.float32)
@@ -293,8 +300,6 @@ def _token_columns(trajectories: Sequence[Trajectory], width: int, pad_token_id:
     experts = padded_experts((joined_experts(trajectory.message_log) for trajectory in trajectories), width)
     if experts is not None:
         columns[ROUTED_EXPERTS] = experts
-    if any(trajectory.row_inputs is not None for trajectory in trajectories):
-        columns[ROW_INPUTS] = completed([trajectory.row_inputs for trajectory in trajectories])
     return columns
 
 

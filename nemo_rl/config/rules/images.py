@@ -8,7 +8,6 @@ from typing import Any
 
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.topology import Role
-from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 
 _OWN_ARGUMENTS = ("mm_device_do_normalize", "mm_processor_kwargs", "language_model_only", "speculative_config")
@@ -16,7 +15,7 @@ _OWN_ARGUMENTS = ("mm_device_do_normalize", "mm_processor_kwargs", "language_mod
 _BACKENDS = ("vllm", "hf")
 
 
-def check_images(models: Mapping[str, Role], cluster: ClusterConfig, *, algorithm_reads_images: bool) -> Findings:
+def check_images(models: Mapping[str, Role], *, algorithm_reads_images: bool) -> Findings:
     """Check all models of a run.
 
     Args:
@@ -39,10 +38,6 @@ def check_images(models: Mapping[str, Role], cluster: ClusterConfig, *, algorith
         if name == "policy":
             yield from _check_backend(policy)
             yield from _check_engine(policy)
-            if cluster.rollout_runners:
-                yield (
-                    f"cluster.rollout_runners={cluster.rollout_runners}: rollout runners take no images. Set it to 0."
-                )
 
 
 def _check_backend(policy: PolicyConfig) -> Findings:

@@ -137,7 +137,7 @@ class MasterConfig(RunConfig):
         return chain(
             check_named_parts(self.named_parts),
             check_second_models(self.models, self.model_cluster),
-            check_images(self.models, self.cluster, algorithm_reads_images=self.reads_images),
+            check_images(self.models, algorithm_reads_images=self.reads_images),
             check_venvs(self.cluster, self.worker_kinds),
             check_records(self.logger, self.recorded_algorithm, self.policy, self.cluster),
         )

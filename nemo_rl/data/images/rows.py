@@ -77,6 +77,16 @@ class RowImages:
             )
         return found
 
+    def named_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the token ids, with a negative number for each token of an image that depends on the image.
+
+        Rows with equal tokens but other images have no common prefix in these numbers.
+        """
+        named = list(token_ids)
+        for image, found in zip(self.images, self.ranges(token_ids), strict=True):
+            named[found.start : found.stop] = [-int(image.digest[:15], 16) - 1] * len(found.tokens)
+        return named
+
     def require(self, token_ids: Sequence[int]) -> None:
         """Check that a row has exactly the tokens of its images.
 
@@ -164,6 +174,27 @@ class _ImageItems(RowInput):
     def values(self) -> Tensor:
         items = [PIXELS.of(self._row.family, image)[self._name] for image in self._row.images]
         return torch.cat(items) if items else torch.zeros((0, *self._kind.shape), dtype=self._kind.dtype)
+
+
+def shared_images(rows: Sequence[Tensor], column: Sequence[RowInputs], places: Sequence[Tensor]) -> list[RowInputs]:
+    """Return the inputs of a layout in which rows share tokens, with the images of shared tokens once.
+
+    Args:
+        rows: token ids of b rows, each `[n]`.
+        column: inputs of the rows, with images.
+        places: index in the layout of each token of each row, `[n]` int64. Rows share all tokens of an image or none.
+
+    Returns:
+        Inputs of the images, in the order of the layout's tokens.
+    """
+    found: dict[int, RowInputs] = {}
+    for ids, inputs, place in zip(rows, column, places, strict=True):
+        if inputs.images is None:  # a blank row has an image without a file
+            found[int(place[0])] = inputs
+            continue
+        for image, tokens in zip(inputs.images.images, inputs.images.ranges(ids.tolist()), strict=True):
+            found[int(place[tokens.start])] = RowImages(inputs.images.family, (image,)).row_inputs()
+    return [found[place] for place in sorted(found)]
 
 
 class PixelCache:

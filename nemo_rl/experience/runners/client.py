@@ -206,9 +206,9 @@ class RemoteRunner(RolloutRunner):
         progress: GroupProgress | None = None,
     ) -> Rollouts:
         """Let a runner sample all answers to one prompt and close their episodes."""
-        if prompts.get("row_inputs") is not None:
+        if any(inputs.images is None for inputs in prompts.get("row_inputs") or ()):
             raise ConfigError(
-                "Rollout runners do not take inputs next to the tokens yet. Use cluster.rollout_runners=0."
+                "Rollout runners take images but no other inputs next to the tokens. Use cluster.rollout_runners=0."
             )
         runner = min(self._runners, key=lambda each: each.exchange.num_open)
         own = replace(key, first_group=key.first_group + row)

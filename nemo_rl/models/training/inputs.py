@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl.data.images.rows import shared_images
 from nemo_rl.data.model_rows import (
     ROW_INPUTS,
     TOKEN_ARGUMENTS,
@@ -22,6 +23,7 @@ from nemo_rl.data.model_rows import (
     has_position_rule,
     lacks_images,
     position_ids,
+    shared_position_ids,
 )
 from nemo_rl.data.packing import SHARED_PREFIXES, prefixes_of
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS
@@ -278,7 +280,8 @@ def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str,
         starts = torch.arange(len(lengths)) * model_inputs["input_ids"].shape[1]
         places, ends = _from(starts), torch.tensor([*lengths[:num_real], *[0] * (len(lengths) - num_real)])
     if ROW_INPUTS in rows:
-        model_inputs |= _further_inputs(rows, layout, model_inputs["input_ids"].shape[1])
+        shares = "divided_row" in model_inputs
+        model_inputs |= _further_inputs(rows, layout, model_inputs["input_ids"].shape[1], places if shares else None)
     return model_inputs, places, torch.arange(model_inputs["input_ids"].shape[1])[None, :] < ends[:, None]
 
 
@@ -296,15 +299,29 @@ def _with_image(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     padded = [torch.nn.functional.pad(row, (0, width - row.shape[-1])) for row in (input_ids, ids[None])]
     lengths = torch.cat([rows["input_lengths"], torch.tensor([len(ids)])])
     added = {"input_ids": torch.cat(padded), "input_lengths": lengths, ROW_INPUTS: [*rows[ROW_INPUTS], inputs]}
+    if SHARED_PREFIXES in rows:
+        last = torch.tensor([[int(rows[SHARED_PREFIXES][:, 0].max()) + 1, 0]])
+        added[SHARED_PREFIXES] = torch.cat([rows[SHARED_PREFIXES], last])
     return BatchedDataDict(rows.data | added)
 
 
-def _further_inputs(rows: BatchedDataDict[Any], layout: InputLayout, width: int) -> dict[str, Tensor]:
-    """Return the arguments from `row_inputs`, with positions if a row has its own position rule."""
+def _further_inputs(
+    rows: BatchedDataDict[Any], layout: InputLayout, width: int, places: Places | None
+) -> dict[str, Tensor]:
+    """Return the arguments from `row_inputs`, with positions if a row has its own position rule.
+
+    Args:
+        width: number of tokens of a padded row, or of the packed row.
+        places: the function that locates tokens if rows share them.
+    """
     column = rows[ROW_INPUTS]
     ids = [row[:length] for row, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)]
     for tokens, inputs in zip(ids, column, strict=True):
         inputs.require(tokens)
+    if places is not None:
+        located = [places(torch.full((len(own),), row), torch.arange(len(own))) for row, own in enumerate(ids)]
+        arguments = forward_arguments(shared_images(ids, column, located))
+        return arguments | {"position_ids": shared_position_ids(ids, column, located, width)}
     arguments = forward_arguments(column)
     if has_position_rule(column):
         arguments["position_ids"] = position_ids(ids, column, width, "packed" if layout.packed else "right")

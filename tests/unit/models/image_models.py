@@ -49,7 +49,7 @@ def row_of(*messages: dict[str, Any], answer: str = "3") -> dict[str, Any]:
     return {"messages": [*messages, {"role": "assistant", "content": answer}], "task_name": "images"}
 
 
-SMALL, WIDE = picture(28, 28), picture(70, 43, seed=1)
+SMALL, WIDE, OTHER = picture(28, 28), picture(70, 43, seed=1), picture(28, 28, seed=2)
 ROWS = {
     "text": row_of(question("Hello")),
     "one image": row_of(question("How many?", SMALL)),

@@ -4,7 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from image_models import FAMILIES, ROWS, exact_logprobs, exact_model, make_folder, prompt, tokenizer_of
+from image_models import (
+    FAMILIES,
+    OTHER,
+    ROWS,
+    SMALL,
+    WIDE,
+    exact_logprobs,
+    exact_model,
+    make_folder,
+    prompt,
+    question,
+    row_of,
+    tokenizer_of,
+)
 from policy_helpers import WeightedNLL, policy_config, run_ranks
 
 from nemo_rl.data.model_rows import completed
@@ -25,8 +38,11 @@ FAR = 3e-5
 def batch_of(folder: str, names: list[str]) -> BatchedDataDict[Any]:
     """Return rows with four answer tokens each."""
     tokenizer = tokenizer_of(folder)
-    prompts = [prompt(ROWS[name], tokenizer) for name in names]
-    ids = [torch.tensor([*tokens, *ANSWER]) for tokens, _ in prompts]
+    return batch_of_prompts([prompt(ROWS[name], tokenizer) for name in names], [ANSWER] * len(names))
+
+
+def batch_of_prompts(prompts: list[Any], answers: list[list[int]]) -> BatchedDataDict[Any]:
+    ids = [torch.tensor([*tokens, *answer]) for (tokens, _), answer in zip(prompts, answers, strict=True)]
     lengths = torch.tensor([len(each) for each in ids])
     width = int(lengths.max())
     mask = torch.arange(width)[None] < lengths[:, None]
@@ -166,3 +182,43 @@ def test_text_is_trained_and_the_tower_stays(folders: dict[str, str]) -> None:
     before = dict(exact_model(folder).float().named_parameters())
     changed = {name for name, value in result["weights"].items() if not torch.equal(value, before[name])}
     assert changed and not any(name.startswith("model.visual.") for name in changed)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_shared_prompts_have_their_images_once(folders: dict[str, str], family: str) -> None:
+    """Two prompts have the same tokens but other images, so they share only the tokens before the first image."""
+    folder, tokenizer = folders[family], tokenizer_of(folders[family])
+    rows = [row_of(question(f"How many shapes are in this picture?{end}", *pictures)) for end, pictures in PICTURES]
+    prompts = [prompt(row, tokenizer) for row in rows for _ in range(3)]
+    batch = batch_of_prompts(prompts, [[70 + number, 71, 72 + number, 73] for number in range(len(prompts))])
+    values = PACKED | {
+        "sequence_packing": PACKED["sequence_packing"] | {"share_prompts": True, "logprob_mb_tokens": 640}
+    }
+    (shared, num_images, num_tokens) = run_ranks(scored_with_shared_prompts, 1, folder, batch, values)[0]
+    real = torch.arange(shared.shape[1])[None] < batch["input_lengths"][:, None]
+    assert ((shared.double() - exact_scores(folder, batch)).abs() * real).max().item() < FAR
+    assert num_images <= 5  # of 15 images in the rows
+    assert num_tokens < 0.7 * int(batch["input_lengths"].sum())
+
+
+PICTURES = [("", (SMALL,)), ("", (OTHER,)), ("", (SMALL, WIDE)), ("!", (SMALL,)), ("", ())]
+
+
+def scored_with_shared_prompts(
+    rank: int, world_size: int, folder: str, batch: BatchedDataDict[Any], values: Any
+) -> Any:
+    config = config_of(folder, batch.size, **values, max_total_sequence_length=640)
+    worker = PolicyWorker(DTensorBackend(config, CPU, init_reference_model=False), config)
+    assert worker.backend.shares_prompts
+    sharded = shard_batch(batch, 1, logprob_strategy(config), shares_prompts=True)
+    seen: list[Any] = []
+    run = worker.backend.run
+    worker.backend.run = lambda microbatches, *args, **more: (
+        seen.extend(microbatches),
+        run(microbatches, *args, **more),
+    )
+    scores = worker.get_logprobs(sharded.data[0], sharded.sizes[0])
+    inputs = [each.model_inputs for each in seen]
+    grids = [given.get("image_grid_thw", given.get("pixel_values", torch.zeros(1, 0))) for given in inputs]
+    num_images = sum(len(grid) if grid.dim() == 2 and grid.shape[1] else grid.shape[1] for grid in grids)
+    return sharded.restore([scores]), num_images, sum(given["input_ids"].numel() for given in inputs)
