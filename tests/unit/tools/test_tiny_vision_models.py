@@ -80,7 +80,6 @@ def test_the_learning_rate_warms_up_in_both_parts():
     assert rates[20] == 0.1 and rates[29:] == [1.0] * 6
 
 
-@pytest.mark.long
 def test_the_shipped_model_is_small_and_overlooks_boxes():
     assert sum(file.stat().st_size for file in ASSET.iterdir()) < 2**20
     processor = AutoProcessor.from_pretrained(ASSET)
