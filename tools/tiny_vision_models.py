@@ -86,7 +86,7 @@ IDEFICS_TEMPLATE = (
 class TinyVisionShape:
     """Sizes of a tiny vision-language model.
 
-    The defaults give about 0.2 to 0.3 million parameters, and 4 image tokens for an image of 28 x 28 pixels.
+    The defaults give about 0.2 to 0.4 million parameters, and 4 image tokens for an image of 28 x 28 pixels.
 
     Attributes:
         text: sizes of the decoder; its vocabulary is that of the tokenizer.

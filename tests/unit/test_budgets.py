@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_388, "all": 112_268}
-FILES = {"core": 508, "all": 662}
+LINES = {"core": 88_512, "all": 112_392}
+FILES = {"core": 509, "all": 663}
 FOLDERS = 86
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""

@@ -8,6 +8,7 @@ import pytest
 from data_helpers import entry
 from PIL import Image
 
+from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.shapes import MAX_BOXES, ShapesRows, is_validation
 from nemo_rl.utils.errors import DataError
@@ -76,3 +77,8 @@ def test_a_data_set_is_as_long_as_its_entry_says():
     assert is_validation(picture(raw.val_dataset[0])[0])
     with pytest.raises(DataError, match="shapes has no split 'test'; choose train or validation"):
         load_response_dataset(entry(dataset_name="shapes", split="test"))
+
+
+def test_only_the_number_of_pictures_can_be_configured():
+    idle = DatasetConfig.without_effect({"dataset_name": "shapes"})
+    assert "num_samples" not in idle and {"min_operand", "max_operand"} <= set(idle)

@@ -1,12 +1,17 @@
 """Tiny vision-language models: genuine folders whose processors and models load offline and fit each other."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from make_tiny_vision_model import Counter, Recipe, accuracy, rate
 from tiny_models import save_tiny_checkpoint
 from tiny_vision_models import TinyVisionShape, make_tiny_vision_model, make_vision_processor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from nemo_rl.utils.errors import ConfigError
+
+ASSET = Path(__file__).resolve().parents[3] / "examples/assets/tiny-vision"
 
 pytest.importorskip("torchvision")
 pytest.importorskip("num2words")
@@ -42,7 +47,7 @@ def test_a_folder_loads_and_its_model_sees_the_images(tmp_path, case):
     save_tiny_checkpoint(tmp_path, make_tiny_vision_model(arch, shape), make_vision_processor(arch, shape))
     processor = AutoProcessor.from_pretrained(tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path)
-    assert model.config.model_type == arch and model.num_parameters() < 400_000
+    assert model.config.model_type == arch and model.num_parameters() < 450_000
     assert model.config.get_text_config().vocab_size == len(processor.tokenizer)
     assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
     text = processor.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
@@ -66,3 +71,22 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path, arch):
 def test_an_unknown_architecture_is_refused():
     with pytest.raises(ConfigError, match=r"gpt9.*idefics3.*qwen2_5_vl"):
         make_tiny_vision_model("gpt9")
+
+
+def test_the_learning_rate_warms_up_in_both_parts():
+    recipe = Recipe(clean_steps=20, mixed_steps=15, learning_rate=2.0, mixed_learning_rate=1.0)
+    rates = [rate(step, recipe) for step in range(1, 36)]
+    assert rates[0] == 0.2 and rates[9] == 1.1 and rates[19] == pytest.approx(0.1)
+    assert rates[20] == 0.1 and rates[29:] == [1.0] * 6
+
+
+def test_the_shipped_model_is_small_and_overlooks_boxes():
+    assert sum(file.stat().st_size for file in ASSET.iterdir()) < 2**20
+    processor = AutoProcessor.from_pretrained(ASSET)
+    model = AutoModelForImageTextToText.from_pretrained(ASSET, dtype=torch.float32).eval()
+    made = make_vision_processor("qwen2_5_vl")
+    assert processor.tokenizer.get_vocab() == made.tokenizer.get_vocab()
+    assert processor.chat_template == made.chat_template
+    assert processor.image_processor.to_dict() == made.image_processor.to_dict()
+    sampled, greedy = accuracy(Counter(model, processor))
+    assert 0.40 <= sampled <= 0.55 and 0.40 <= greedy <= 0.60
