@@ -29,7 +29,7 @@ from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
 from nemo_rl.data.messages.content import text_rules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.conversations import feedback_processor, preference_preprocessor, sft_processor
-from nemo_rl.data.processors import columns_of, get_processor
+from nemo_rl.data.processors import columns_of, get_processor, vlm_hf_data_processor
 from nemo_rl.utils.errors import DataError
 
 
@@ -186,11 +186,11 @@ class _Part:
 def _setup_supervised(
     tokenizer: TokenizerType, data_config: SupervisedDataConfig, load: Loader, usual: Processor
 ) -> RunData:
-    """Set up supervised data. The name `sft_processor` selects the processor `usual`."""
+    """Set up supervised data. The names `sft_processor` and `vlm_hf_data_processor` select the processor `usual`."""
     parts = []
     for entry, _ in _entries(data_config):
         process: Processor = get_processor(entry.processor)
-        if process is sft_processor:
+        if process in (sft_processor, vlm_hf_data_processor):
             process = partial(
                 usual,
                 add_bos=data_config.add_bos,

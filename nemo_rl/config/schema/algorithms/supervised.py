@@ -92,7 +92,8 @@ class SupervisedDatasetDefaults(DatasetDefaults):
     env_name: str | None = None
     """Not used, because nothing is rewarded."""
     processor: str | None = "sft_processor"
-    """Function that converts a row to tokens. For pairs, sft_processor means the default function for pairs."""
+    """Function that converts a row to tokens. vlm_hf_data_processor means the same as sft_processor, which for pairs is
+    the default function for pairs."""
 
 
 class SupervisedDataConfig(DataConfig):
