@@ -22,7 +22,7 @@ from tiny_vision_models import TinyVisionShape, make_tiny_vision_model, make_vis
 from transformers import AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin
 
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
-from nemo_rl.data.datasets.shapes import QUESTION, ShapesRows
+from nemo_rl.data.datasets.rows.shapes import QUESTION, ShapesRows
 
 logger = logging.getLogger("make_tiny_vision_model")
 

@@ -1,6 +1,6 @@
 r"""Reward answers about images with the functions that the environment `vlm` names.
 
-    response, known answer ─► each reward ─► Score ─► mathematics, in a grading process ─► weighted sum
+    response, known answer ─► each reward ─► RewardValue ─► mathematics, in a grading process ─► weighted sum
 
 An answer is the text between the first opening tag and the last closing tag. Invariant: an answer that cannot be read
 has the value 0. A known answer that cannot be read, and an answer that cannot be compared, are errors.
@@ -29,7 +29,7 @@ type Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Score:
+class RewardValue:
     """Value of one reward for one response."""
 
     value: float
@@ -45,7 +45,7 @@ class Score:
 class ImageReward(Protocol):
     """Interface of a reward. Its fields are the `kwargs` of the configuration."""
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> RewardValue:
         """Return the value of a response.
 
         Raises:
@@ -71,10 +71,10 @@ class FormatReward:
     think_tag: str = "think"
     answer_tag: str = "answer"
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> RewardValue:
         """Return the value of the two blocks, whatever the answer is."""
         thinks, answers = (tagged(response, tag) is not None for tag in (self.think_tag, self.answer_tag))
-        return Score(0.25 * thinks + 0.75 * answers)
+        return RewardValue(0.25 * thinks + 0.75 * answers)
 
     def written(self, truth: str) -> str:
         """Return the two blocks."""
@@ -87,14 +87,14 @@ class ExactAlnumReward:
 
     answer_tag: str = "answer"
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> RewardValue:
         """Compare the letters and digits of the answer."""
         wanted = _letters_and_digits(truth)
         if not wanted:
             raise ValueError(f"the known answer {truth!r:.80} has no letters or digits to compare")
         answer = tagged(response, self.answer_tag)
         right = answer is not None and _letters_and_digits(answer) == wanted
-        return Score(float(right), right, answer)
+        return RewardValue(float(right), right, answer)
 
     def written(self, truth: str) -> str:
         """Return the block with the answer."""
@@ -107,10 +107,10 @@ class MathExprReward:
 
     tag: str = "answer"
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> RewardValue:
         """Read the answer, which is then compared."""
         answer = tagged(response, self.tag)
-        return Score(0.0, False, answer, 1.0 if answer and _is_balanced(answer) else None)
+        return RewardValue(0.0, False, answer, 1.0 if answer and _is_balanced(answer) else None)
 
     def written(self, truth: str) -> str:
         """Return the block with the answer."""
@@ -128,7 +128,7 @@ class BoxReward:
     giou_penalty_thres: float = 10.0
     answer_tag: str = "answer"
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> RewardValue:
         """Compare the boxes."""
         known = _read_box(truth)
         if known is None or not _area(known):
@@ -136,9 +136,9 @@ class BoxReward:
         answer = tagged(response, self.answer_tag)
         box = None if answer is None else _read_box(answer)
         if box is None:
-            return Score(0.0, False, answer)
+            return RewardValue(0.0, False, answer)
         value = self._overlap(known, box)
-        return Score(value, value > _RIGHT_IOU, answer)
+        return RewardValue(value, value > _RIGHT_IOU, answer)
 
     def written(self, truth: str) -> str:
         """Return the block with the answer."""
@@ -160,11 +160,11 @@ class Geo3kReward:
 
     format_score: float = 0.1
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> RewardValue:
         r"""Read the last `\boxed{}`, whose content is then compared."""
         answer = last_boxed(response)
         value = self.format_score * _boxes_after_thinking(response)
-        return Score(value, False, answer, 1.0 - self.format_score if answer else None)
+        return RewardValue(value, False, answer, 1.0 - self.format_score if answer else None)
 
     def written(self, truth: str) -> str:
         """Return a closed block of thinking and the box."""
@@ -249,7 +249,7 @@ def known_response(rewards: Sequence[WeightedReward], truth: str) -> str:
     return "\n".join(dict.fromkeys(weighted.reward.written(truth) for weighted in rewards))
 
 
-def _scored(rewards: Sequence[WeightedReward], response: str, truth: str) -> list[Score] | str:
+def _scored(rewards: Sequence[WeightedReward], response: str, truth: str) -> list[RewardValue] | str:
     """Return the score of each reward, or the reason why a reward has none."""
     scores = []
     for weighted in rewards:
@@ -260,7 +260,7 @@ def _scored(rewards: Sequence[WeightedReward], response: str, truth: str) -> lis
     return scores
 
 
-def _with_judgement(scores: list[Score], place: int, grade: Grade, name: str) -> list[Score] | str:
+def _with_judgement(scores: list[RewardValue], place: int, grade: Grade, name: str) -> list[RewardValue] | str:
     """Return the scores with the result of a comparison, or the reason why there is no result."""
     if grade.verified is None:
         return f"{grade.error}, in the reward {name!r}"
@@ -270,7 +270,7 @@ def _with_judgement(scores: list[Score], place: int, grade: Grade, name: str) ->
     return [*scores[:place], final, *scores[place + 1 :]]
 
 
-def _summed(rewards: Sequence[WeightedReward], scores: Sequence[Score]) -> VerifierResult:
+def _summed(rewards: Sequence[WeightedReward], scores: Sequence[RewardValue]) -> VerifierResult:
     values: dict[str, float] = {}
     for weighted, score in zip(rewards, scores, strict=True):
         values[weighted.name] = values.get(weighted.name, 0.0) + weighted.share * score.value
