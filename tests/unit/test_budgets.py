@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_388, "all": 112_268}
+LINES = {"core": 89_450, "all": 113_330}
 FILES = {"core": 508, "all": 662}
 FOLDERS = 86
 SHORT_FILES = 47
