@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 89_450, "all": 113_330}
-FILES = {"core": 508, "all": 662}
+LINES = {"core": 89_480, "all": 113_360}
+FILES = {"core": 512, "all": 666}
 FOLDERS = 86
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
