@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 91_900, "all": 116_000}
-FILES = {"core": 509, "all": 663}
+LINES = {"core": 92_000, "all": 116_500}
+FILES = {"core": 517, "all": 671}
 FOLDERS = 87
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
