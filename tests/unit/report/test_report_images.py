@@ -2,13 +2,11 @@
 
 import base64
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_run import row, write_run
+from stored_run import grey_png, row, write_run
 from test_pages import data_of
 
 from nemo_rl.__main__ import main
@@ -17,21 +15,6 @@ from nemo_rl.commands.report.run_files import find_run
 from nemo_rl.commands.report.run_view import RunView
 
 DIGESTS = [f"{number:064x}" for number in range(4)]
-
-
-def png(level: int) -> bytes:
-    """Return a picture of one grey pixel."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    head = struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", head)
-        + chunk(b"IDAT", zlib.compress(bytes([0, level])))
-        + chunk(b"IEND", b"")
-    )
 
 
 def image(number: int, **more: Any) -> dict[str, Any]:
@@ -46,7 +29,7 @@ def write_images(folder: Path, *images: Any, files: int = 4) -> Path:
     (run / "train_data_step1.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     (run / "images").mkdir()
     for number, digest in enumerate(DIGESTS[:files]):
-        (run / f"images/{digest}.png").write_bytes(png(number))
+        (run / f"images/{digest}.png").write_bytes(grey_png(number))
     return run
 
 
@@ -61,7 +44,7 @@ def test_a_file_has_each_picture_once_next_to_its_samples(tmp_path: Path) -> Non
     output = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(output)]) == 0
     page = output.read_text(encoding="utf-8")
-    encoded = [base64.b64encode(png(number)).decode() for number in (0, 1)]
+    encoded = [base64.b64encode(grey_png(number)).decode() for number in (0, 1)]
     assert [page.count(each) for each in encoded] == [1, 1]
     data: Any = data_of(page)
     assert data["images"] == {DIGESTS[number]: f"data:image/png;base64,{encoded[number]}" for number in (0, 1)}
@@ -96,7 +79,7 @@ def test_a_picture_that_cannot_be_shown_costs_a_note(content: bytes | None, tmp_
 
 
 def test_entries_of_a_wrong_kind_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "secret.png").write_bytes(png(9))
+    (tmp_path / "secret.png").write_bytes(grey_png(9))
     odd = [5, {}, image(0, digest="../../secret"), image(1, size=[1], tokens=[-1, "x"], source=["a"])]
     write_images(tmp_path / "logs", *odd)
     detail = details_of(RunView(find_run(tmp_path / "logs")))
@@ -109,7 +92,7 @@ def test_entries_of_a_wrong_kind_are_left_out(tmp_path: Path) -> None:
 
 def test_the_pictures_of_a_page_have_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_images(tmp_path, image(0), image(1), image(2))
-    size = len("data:image/png;base64,") + len(base64.b64encode(png(0)))
+    size = len("data:image/png;base64,") + len(base64.b64encode(grey_png(0)))
     monkeypatch.setattr(report_images, "_MOST_CHARS_OF_ALL", 2 * size + 8)
     assert main(["report", str(tmp_path)]) == 0
     data: Any = data_of((tmp_path / "report.html").read_text(encoding="utf-8"))
