@@ -37,7 +37,8 @@ function sampleView(detail, coloring) {
 function picturesOf(numbers, detail) {
   const figures = [...numbers].map((number) => {
     const image = detail.images[number], [width, height] = image.size || [0, 0];
-    const about = [`image ${number + 1}`, image.size ? `${width} x ${height} pixels` : null, tokensOf(image), image.source];
+    const about = [`image ${number + 1}`, image.size ? `${width} x ${height} pixels` : null, tokensOf(image),
+      image.source === "data" ? "from the row itself" : image.source];
     const address = (detail.addresses || DATA.images || {})[image.digest];
     // Small pictures are drawn larger by a whole factor, so that their pixels can be seen.
     const scale = PICTURE_PIXELS / Math.max(width, height, 1), factor = scale >= 1 ? Math.min(Math.floor(scale), 4) : scale;
