@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -215,7 +215,9 @@ def ask_all(
             with answers_come(sampler.remote, is_first=not store.records):
                 rollouts = sampler.runner.collect(batch, wanted.num_tests_per_prompt, sampler.sampling, key)
             topics = [prompts.topic(index) for index in range(start, stop)]
-            store.append([_record(t, start, batch, topics) for t in rollouts.trajectories])
+            records = [_record(t, start, batch, topics) for t in rollouts.trajectories]
+            images = map(store.write_images, rollouts.trajectories)
+            store.append([replace(record, images=found) for record, found in zip(records, images, strict=True)])
             num_right = sum(record.is_correct for record in store.records)
             logger.info(
                 "%d of %d prompts, %.1f %% of the answers right, %.1f s",

@@ -2,6 +2,7 @@
 
     save_path/config.json             configuration and input files of the samples
     save_path/evaluation_data.jsonl   one line per answer
+    save_path/images/                 a picture for each image of the prompts (`experience.logged_images`)
     save_path/results.json            the report (written by `evaluator`)
 
 Invariant: the file holds complete prompts in order, with n answers each. If a killed run left an incomplete prompt at
@@ -18,6 +19,8 @@ from typing import Any
 
 from nemo_rl.config import public_values
 from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.experience.logged_images import ImageLog, LoggedImage, logged_images
+from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.folders import FolderLock
 from nemo_rl.files.regular_file import read_bytes, read_text
 from nemo_rl.files.writing import write_atomically
@@ -84,6 +87,8 @@ class AnswerRecord:
     """Reasoning that the model's server has separated from the response, or None if there is none."""
     agent_counts: dict[str, float] = field(default_factory=dict)
     """Number of events of each kind between program and endpoint (`Trajectory.agent_counts`)."""
+    images: list[LoggedImage] = field(default_factory=list)
+    """Images of the prompt and of observations. Lines of answers without images have no such entry."""
 
     @property
     def is_correct(self) -> bool:
@@ -107,6 +112,7 @@ class RecordStore:
         """All answers so far, ordered by prompt and sample."""
         self._per_prompt = config.eval.num_tests_per_prompt
         self._folder = None if config.eval.save_path is None else Path(config.eval.save_path).expanduser()
+        self._images = None if self._folder is None else ImageLog(self._folder)
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -128,11 +134,15 @@ class RecordStore:
         self.records += records
         if self._folder is None:
             return
-        lines = "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
+        lines = "".join(json.dumps(_entries(record), ensure_ascii=False) + "\n" for record in records)
         with (self._folder / RECORDS_FILE).open("ab") as file:
             file.write(lines.encode("utf-8", errors="backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
+
+    def write_images(self, trajectory: Trajectory) -> list[LoggedImage]:
+        """Write the images of a sample to the configured folder, and return their entries."""
+        return logged_images(trajectory) if self._images is None else self._images.write(trajectory)
 
     def write_results(self, results: Mapping[str, Any]) -> Path | None:
         """Write the report as JSON and return its path, or return None if no folder is configured."""
@@ -162,6 +172,11 @@ class RecordStore:
                     + "\nContinue with the same values, or choose another (or an empty) folder."
                 )
         _write_json(path, current)
+
+
+def _entries(record: AnswerRecord) -> dict[str, Any]:
+    """Return the entries of an answer's line."""
+    return {name: value for name, value in asdict(record).items() if name != "images" or value}
 
 
 def input_files(config: EvalMasterConfig, num_prompts: int) -> dict[str, Any]:

@@ -7,17 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: str | Iterable[str]) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[str]) -> None:
     """Replace a file's whole content.
 
     Args:
         path: the file; its folder exists.
-        content: the text, or its parts in order, which together may be larger than the memory.
+        content: the bytes, the text, or the text's parts in order, which together may be larger than the memory.
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines([content] if isinstance(content, str) else content)
+        if isinstance(content, bytes):
+            partial.write_bytes(content)
+        else:
+            with partial.open("w", encoding="utf-8") as file:
+                file.writelines([content] if isinstance(content, str) else content)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from report_chromium import IN_CHROMIUM, TABS, browser, errors_of
-from stored_run import row, write_run
+from stored_run import grey_png, row, write_run
 
 from nemo_rl.__main__ import main
 
@@ -105,8 +105,23 @@ def agent(folder: Path) -> None:
     (written / "train_data_step4.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
 
 
+def pictures(folder: Path) -> None:
+    """Write samples with two images, of which one has a picture that is large on the page."""
+    written = write_run(folder, 4)
+    sizes = [[28, 28], [2000, 300]]
+    images = [
+        {"digest": f"{n:064x}", "source": "/data/" + "a" * 90 * n, "size": size, "tokens": [n, n + 1]}
+        for n, size in enumerate(sizes)
+    ]
+    talk = [{"role": "user", "content": "<image><image>How many?"}, {"role": "assistant", "content": "3"}]
+    rows = [row(5, group, 0, "", content=talk, images=images) for group in range(2)]
+    (written / "train_data_step4.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    (written / "images").mkdir()
+    (written / f"images/{1:064x}.png").write_bytes(grey_png(3))
+
+
 CASES: dict[str, Callable[[Path], None]] = {
-    each.__name__: each for each in (one, three, twelve, resumed, failed, agent)
+    each.__name__: each for each in (one, three, twelve, resumed, failed, agent, pictures)
 }
 
 

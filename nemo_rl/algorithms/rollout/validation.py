@@ -21,13 +21,12 @@ from nemo_rl.config import RolloutTrainingConfig
 from nemo_rl.config.base.names import VERSION_METRICS
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.messages.content import with_texts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.metrics import mean_metrics, validation_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
-from nemo_rl.experience.trajectory_log import TrajectoryLog
+from nemo_rl.experience.trajectory_log import TrajectoryLog, turns_to_show
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.logger import print_message_log_samples
 
@@ -110,7 +109,7 @@ class ValidationReport:
         """Write the samples of the validation after a step."""
         self.trajectory_log.write_validation(step, trajectories)
         if self.num_printed:
-            logs = [with_texts(t.turns) for t in trajectories]
+            logs = [turns_to_show(t) for t in trajectories]
             rewards = [t.reward if t.reward is not None else math.nan for t in trajectories]
             print_message_log_samples(logs, rewards, self.num_printed, step)
 

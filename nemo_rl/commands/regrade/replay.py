@@ -112,7 +112,15 @@ def _prompt(
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [content_text(message["content"]) for message in messages]
+    """Return the texts of messages as stored samples have them, also of messages whose images were not read."""
+    return [content_text(_with_placeholders(message["content"])) for message in messages]
+
+
+def _with_placeholders(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    image = {"type": "text", "text": "<image>"}
+    return [image if isinstance(part, Mapping) and part.get("type") == "image" else part for part in content]
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nemo_rl
+from nemo_rl.commands.report.images import PageImages
 from nemo_rl.commands.report.run_files import find_runs
 from nemo_rl.commands.report.run_view import RunView
 from nemo_rl.files.writing import write_atomically
@@ -52,7 +53,7 @@ def make_page(data: Mapping[str, Any]) -> str:
 
     Args:
         data: `runs`, each as `RunView.as_json` returns it, perhaps with `samples`; `live`, whether a server answers
-            requests of the page; `version` and `written`.
+            requests of the page; `version` and `written`; perhaps `images`, the addresses of pictures by digest.
     """
     scripts = "\n".join(map(_asset, _SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(scripts.encode()).digest()).decode()
@@ -104,14 +105,15 @@ def write_report(folders: Sequence[Path], output: Path | None, num_samples: int 
     listed = min(_MOST_LISTED, _MOST_LISTED_OF_ALL // len(found))
     if num_samples is None:
         num_samples = min(_SAMPLES, _SAMPLES_OF_ALL // len(found))
-    runs = []
+    runs, images = [], PageImages()
     for run in found.values():
         view = RunView(run)
         view.read()
-        runs.append(view.as_json() | {"samples": view.samples_as_json(listed, num_samples)})
+        runs.append(view.as_json() | {"samples": view.samples_as_json(listed, num_samples, images)})
     _tell_apart(runs)
     path = output or folders[0] / FILE
-    page = make_page({"runs": runs, "live": False, "version": nemo_rl.__version__, "written": time.time()})
+    about = {"live": False, "version": nemo_rl.__version__, "written": time.time()}
+    page = make_page({"runs": runs, **about, **({"images": images.addresses} if images.addresses else {})})
     try:
         write_atomically(path, page)
     except OSError as error:

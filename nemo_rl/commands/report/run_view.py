@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from nemo_rl.commands.report.curves import Curves, phases_of
 from nemo_rl.commands.report.findings import find
+from nemo_rl.commands.report.images import PageImages
 from nemo_rl.commands.report.run_files import RunFiles
 from nemo_rl.commands.report.run_state import state_of
 from nemo_rl.commands.report.samples import COLUMNS, READ_ERRORS, SampleIndex
@@ -133,9 +134,17 @@ class RunView:
             "findings": [finding.as_json() for finding in find(self.curves, self.run.algorithm)],
         }
 
-    def detail(self, number: int) -> dict[str, Any]:
-        """Return a sample with the texts of its tokens, and raise the errors of `SampleIndex.detail`."""
+    def detail(self, number: int, page: PageImages | None = None) -> dict[str, Any]:
+        """Return a sample with the texts of its tokens, and raise the errors of `SampleIndex.detail`.
+
+        Args:
+            page: images of the page to which those of the sample are added, or None to return their addresses.
+        """
         detail = self.samples.detail(number)
+        if "images" in detail:
+            pictures = PageImages() if page is None else page
+            pictures.add([part.folder for part in self.run.parts], detail["images"])
+            detail |= {"addresses": pictures.addresses} if page is None else {}
         tokens = detail["tokens"]
         if tokens:
             if self._texts is None:
@@ -143,12 +152,13 @@ class RunView:
             tokens["texts"] = self._texts.of(tokens["ids"])
         return detail
 
-    def samples_as_json(self, num_listed: int, num_details: int) -> dict[str, Any]:
+    def samples_as_json(self, num_listed: int, num_details: int, page: PageImages) -> dict[str, Any]:
         """Return the summaries of samples, and the conversation and tokens of some of them.
 
         Args:
             num_listed: largest number of summaries; of more samples, whole groups are chosen evenly over the steps.
             num_details: largest number of samples with conversation and tokens.
+            page: images of the page to which those of these samples are added.
         """
         listed = self.samples.chosen(num_listed)
         return {
@@ -156,13 +166,13 @@ class RunView:
             "rows": self.samples.rows_of(listed),
             "known": len(self.samples),
             "num_damaged": self.samples.num_damaged,
-            "details": dict(self._details(self.samples.chosen(num_details, listed))),
+            "details": dict(self._details(self.samples.chosen(num_details, listed), page)),
         }
 
-    def _details(self, numbers: Sequence[int]) -> Iterator[tuple[str, Any]]:
+    def _details(self, numbers: Sequence[int], page: PageImages) -> Iterator[tuple[str, Any]]:
         for number in numbers:
             with contextlib.suppress(IndexError, *READ_ERRORS):  # the run has written the file again
-                yield str(number), self.detail(number)
+                yield str(number), self.detail(number, page)
 
     def _status(self) -> dict[str, Any]:
         reached = {"step": self.curves.last_step, "last_time": self.curves.last_time}

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from nemo_rl.commands.report.images import images_of
 from nemo_rl.commands.report.run_files import RunFiles, finite, read_json
+from nemo_rl.experience.logged_images import placed
 from nemo_rl.files.regular_file import open_regular
 
 Scalar = str | int | float | None
@@ -98,16 +100,19 @@ def detail_of(line: bytes) -> dict[str, Any]:
     row = read_json(line)
     if not _is_sample(row):
         raise ValueError("the line is no sample")
+    images = images_of(row)
     messages = [
         {
             "role": str(message.get("role", "")),
-            "content": str(message.get("content", ""))[:_MAX_TEXT_CHARS],
-            "is_cut": len(str(message.get("content", ""))) > _MAX_TEXT_CHARS,
+            "content": text[:_MAX_TEXT_CHARS],
+            "is_cut": len(text) > _MAX_TEXT_CHARS,
+            **({"images": numbers} if numbers else {}),
         }
-        for message in row["content"]
+        for message, (text, numbers) in zip(row["content"], placed(row["content"], images), strict=True)
     ]
     return {
         "messages": messages,
+        **({"images": images} if images else {}),
         **{name: _scalar(row.get(name)) for name in ("branch", "effort", "ended_by", "error", "answer")},
         "turn_rewards": [finite(value) for value in _list(row, "turn_rewards")],
         "reward_components": {name: finite(value) for name, value in _mapping(row, "reward_components").items()},

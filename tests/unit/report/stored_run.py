@@ -2,6 +2,8 @@
 
 import json
 import math
+import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +17,16 @@ HOSTILE = (
     "@SCRIPTS@ @DATA@ <script>document.title='owned'</script>"
     "<img src=x onerror=\"document.title='owned'\">\u202e</script>\x07&amp;"
 )
+
+
+def grey_png(level: int) -> bytes:
+    """Return a file with a picture of one pixel."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    parts = (b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)), (b"IDAT", zlib.compress(bytes([0, level])))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in (*parts, (b"IEND", b"")))
 
 
 def row(step: int, group: int, sample: int, text: str, reward: float | None = 1.0, **more: Any) -> dict[str, Any]:

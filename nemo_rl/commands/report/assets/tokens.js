@@ -1,7 +1,7 @@
 "use strict";
 // One sample: its turns, and its tokens coloured by a number.
 
-const MOST_TOKENS = 8000, CHARS_AT_ONCE = 10000;
+const MOST_TOKENS = 8000, CHARS_AT_ONCE = 10000, PICTURE_PIXELS = 160;
 const COLORINGS = [
   ["none", "no colour"], ["logprob", "log-probability"], ["advantage", "advantage"], ["value", "value of the critic"],
   ["difference", "trainer minus engine log-probability"], ["version", "weight version"],
@@ -26,10 +26,34 @@ function sampleView(detail, coloring) {
     const reward = isAnswer && areOfTurns ? turnRewards[turn++] : undefined;
     parts.push(make("div", { class: `message ${isAnswer ? "assistant" : ""}` },
       make("div", { class: "role" }, message.role, reward === undefined ? "" : `, reward ${shown(reward)}`),
-      messageBody(message)));
+      messageBody(message), picturesOf(message.images || [], detail)));
   }
-  if (detail.tokens && detail.tokens.ids) parts.push(...tokensView(detail.tokens, coloring));
+  const images = detail.images || [];
+  if (!detail.messages.some((message) => message.images)) parts.push(picturesOf(images.keys(), detail));
+  if (detail.tokens && detail.tokens.ids) parts.push(...tokensView(detail.tokens, coloring, images));
   return parts;
+}
+
+function picturesOf(numbers, detail) {
+  const figures = [...numbers].map((number) => {
+    const image = detail.images[number], [width, height] = image.size || [0, 0];
+    const about = [`image ${number + 1}`, image.size ? `${width} x ${height} pixels` : null, tokensOf(image),
+      image.source === "data" ? "from the row itself" : image.source];
+    const address = (detail.addresses || DATA.images || {})[image.digest];
+    // Small pictures are drawn larger by a whole factor, so that their pixels can be seen.
+    const scale = PICTURE_PIXELS / Math.max(width, height, 1), factor = scale >= 1 ? Math.min(Math.floor(scale), 4) : scale;
+    const side = (pixels) => (image.size ? Math.max(1, Math.round(pixels * factor)) : null);
+    return make("figure", {},
+      address ? make("img", { src: address, alt: `Image ${number + 1}`, width: side(width), height: side(height) }) : null,
+      make("figcaption", { class: "soft" }, about.filter((text) => text).join(" · "), address ? "" : `. ${image.note || ""}`));
+  });
+  return figures.length ? make("div", { class: "pictures" }, figures) : null;
+}
+
+function tokensOf(image) {
+  if (!image.tokens) return null;
+  const [first, last] = [image.tokens[0], image.tokens[1] - 1];
+  return first === last ? `token ${first}` : `tokens ${first} to ${last}`;
 }
 
 function messageBody(message) {
@@ -61,7 +85,7 @@ function tokenNumbers(tokens, coloring) {
   return null;
 }
 
-function tokensView(tokens, coloring) {
+function tokensView(tokens, coloring, images) {
   const numbers = tokenNumbers(tokens, coloring), written = (index) => tokens.mask[index] === 1;
   const known = (numbers || []).filter((value, index) => value !== null && written(index));
   let least = Infinity, largest = -Infinity;
@@ -78,16 +102,22 @@ function tokensView(tokens, coloring) {
     if (coloring === "logprob") return `rgb(210 70 40 / ${Math.min(Math.abs(value) / 5, 1) * 0.6})`;
     return `${value >= 0 ? "rgb(30 140 70 / " : "rgb(210 70 40 / "}${(Math.abs(value) / most) * 0.6})`;
   };
+  const imageOf = {};
+  images.forEach((image, number) => {
+    const [start, stop] = image.tokens || [0, 0];
+    for (let index = start; index < Math.min(stop, MOST_TOKENS); index += 1) imageOf[index] = number + 1;
+  });
   const text = make("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens" });
   tokens.ids.slice(0, MOST_TOKENS).forEach((id, index) => {
     const number = numbers && written(index) ? numbers[index] : null;
     const piece = tokens.texts ? tokens.texts[id] : `[${id}]`;
-    const about = [`token ${id}`];
+    const image = imageOf[index];
+    const about = image ? [`${index}`, `token ${id}`, `image ${image}`] : [`token ${id}`];
     for (const [name, label] of [["generation_logprobs", "engine"], ["prev_logprobs", "trainer"], ["advantages", "advantage"],
       ["values", "value"], ["returns", "return"]]) {
       if (tokens[name] && written(index)) about.push(`${label} ${shown(tokens[name][index])}`);
     }
-    text.append(make("span", { class: written(index) ? null : "unwritten", title: about.join(", "),
+    text.append(make("span", { class: image ? "image" : written(index) ? null : "unwritten", title: about.join(", "),
       style: number === null || number === undefined ? null : `background:${color(number)}` }, piece));
   });
   const note = coloring === "none" ? "" : known.length ?
