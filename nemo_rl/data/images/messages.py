@@ -26,7 +26,7 @@ from nemo_rl.data.messages.content import IMAGE_MARK
 from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.utils.errors import DataError
 
-_FAMILY = "_nemo_rl_images"
+_FAMILY = "nemo_rl_images"
 _PROBE = "PROBE7Q"
 _MODEL_TURNS = frozenset(("assistant", "system", "developer"))
 
