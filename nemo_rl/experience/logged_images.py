@@ -4,8 +4,9 @@
     images/DIGEST.png   the picture as the model's image processor gets it
     images/DIGEST.jpg   the same with losses, if the original is a JPEG file or has a side of more than 256 pixels
 
-Pictures of more than 256 pixels are made smaller, because a log must not become a copy of a data set. They have no metadata of the original
-files, such as places and names of cameras. Invariant: a picture is written once for all samples and steps of a folder.
+Pictures of more than 256 pixels are made smaller, because a log must not become a copy of a data set. Pictures have no
+metadata of the original files, such as places and names of cameras. Invariant: a picture is written once for all
+samples and steps of a folder.
 """
 
 import io
