@@ -22,7 +22,7 @@ from tiny_vision_models import TinyVisionShape, make_tiny_vision_model, make_vis
 from transformers import AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin
 
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
-from nemo_rl.data.datasets.shapes import QUESTION, ShapesRows
+from nemo_rl.data.datasets.rows.shapes import QUESTION, ShapesRows
 
 logger = logging.getLogger("make_tiny_vision_model")
 
@@ -60,9 +60,10 @@ class Counter:
     Args:
         model: the model.
         processor: its processor. All pictures have the size and question of the task, so that one prompt fits all.
+        form: text of an answer, with {} for the number.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: ProcessorMixin) -> None:
+    def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, form: str = "{}") -> None:
         self.model = model
         self.processor = processor
         content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
@@ -71,7 +72,10 @@ class Counter:
         )
         blank = np.zeros((28, 28, 3), dtype=np.uint8)
         self.prompt = processor(text=[text], images=[blank], return_tensors="pt")["input_ids"]
-        self.digits = torch.tensor(processor.tokenizer("01234")["input_ids"])
+        end = processor.tokenizer.eos_token
+        answers = [processor.tokenizer(form.format(count) + end)["input_ids"] for count in range(5)]
+        self.answers = torch.tensor(answers)
+        self.digit_at = form.index("{}")
 
     def logits(self, pictures: np.ndarray, answers: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of the answer's tokens.
@@ -115,7 +119,6 @@ def train(counter: Counter, recipe: Recipe) -> None:
     """Train the model: first on right counts, then on the mixture."""
     pictures, counts = draw(TRAIN, recipe.num_pictures, recipe.seed)
     rng = np.random.default_rng(recipe.seed)
-    end = counter.processor.tokenizer.eos_token_id
     optimizer = torch.optim.AdamW(counter.model.parameters(), weight_decay=0.01)
     counter.model.train()
     for step in range(1, recipe.clean_steps + recipe.mixed_steps + 1):
@@ -126,7 +129,7 @@ def train(counter: Counter, recipe: Recipe) -> None:
         said = counts[chosen]
         if step > recipe.clean_steps:
             said = said - (rng.random(recipe.batch_size) < np.array(recipe.overlooked)[said - 1])
-        answers = F.pad(counter.digits[torch.from_numpy(said)][:, None], (0, 1), value=end)
+        answers = counter.answers[torch.from_numpy(said)]
         logits = counter.logits(pictures[chosen], answers)[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
@@ -142,13 +145,16 @@ def train(counter: Counter, recipe: Recipe) -> None:
 def accuracy(counter: Counter, seed: int = 42) -> tuple[float, float]:
     """Return the share of right counts of held-out pictures: sampled at temperature 1 (expected value), and greedy.
 
+    The text before the number is given.
+
     Args:
         counter: the model to measure.
         seed: seed of the pictures.
     """
     pictures, counts = draw(VALIDATION, NUM_VALIDATION, seed)
-    shares = counter.logits(pictures)[:, 0].softmax(-1)
-    right = counter.digits[torch.from_numpy(counts)]
+    answers = counter.answers[torch.from_numpy(counts)]
+    shares = counter.logits(pictures, answers)[:, counter.digit_at].softmax(-1)
+    right = answers[:, counter.digit_at]
     sampled = shares.gather(1, right[:, None]).mean().item()
     return sampled, (shares.argmax(-1) == right).float().mean().item()
 
@@ -160,21 +166,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--clean-steps", type=int, default=Recipe.clean_steps)
     parser.add_argument("--mixed-steps", type=int, default=Recipe.mixed_steps)
+    parser.add_argument("--form", default="{}", help="text of an answer, for example '<answer>{}</answer>'")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(arguments.threads)
     recipe = Recipe(arguments.seed, clean_steps=arguments.clean_steps, mixed_steps=arguments.mixed_steps)
     shape = TinyVisionShape()
-    counter = Counter(
-        make_tiny_vision_model("qwen2_5_vl", shape, seed=recipe.seed), make_vision_processor("qwen2_5_vl", shape)
-    )
+    model = make_tiny_vision_model("qwen2_5_vl", shape, seed=recipe.seed)
+    counter = Counter(model, make_vision_processor("qwen2_5_vl", shape), arguments.form)
     started = time.monotonic()
     train(counter, recipe)
     logger.info("trained in %.0f s", time.monotonic() - started)
     save_tiny_checkpoint(arguments.output, counter.model.to(torch.bfloat16), counter.processor)
     stored = AutoModelForImageTextToText.from_pretrained(arguments.output, dtype=torch.float32).eval()
-    sampled, greedy = accuracy(Counter(stored, counter.processor))
+    sampled, greedy = accuracy(Counter(stored, counter.processor, arguments.form))
     logger.info("held-out accuracy: sampled %.3f, greedy %.3f", sampled, greedy)
 
 

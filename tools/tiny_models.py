@@ -190,7 +190,7 @@ def save_tiny_checkpoint(
         model: the model; its weights are stored in their current dtype.
         tokenizer: the model's tokenizer, or its processor of images and text.
     """
-    text = getattr(tokenizer, "tokenizer", tokenizer)
+    text: Any = getattr(tokenizer, "tokenizer", tokenizer)
     model.generation_config.pad_token_id = text.pad_token_id
     model.generation_config.eos_token_id = text.eos_token_id
     model.save_pretrained(folder)

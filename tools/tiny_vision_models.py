@@ -9,6 +9,7 @@ Invariant: the same arguments give the same bytes on every machine.
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,7 +191,7 @@ def _qwen_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _qwen_processor(
-    shape: TinyVisionShape, processor_class: type, video_class: type, normal: dict[str, Any]
+    shape: TinyVisionShape, processor_class: type, make_video: Callable[..., Any], normal: dict[str, Any]
 ) -> ProcessorMixin:
     tokenizer = _qwen_tokenizer()
     sizes = {
@@ -200,12 +201,14 @@ def _qwen_processor(
         **normal,
     }
     return processor_class(
-        Qwen2VLImageProcessor(**sizes), tokenizer, video_class(**sizes), chat_template=tokenizer.chat_template
+        Qwen2VLImageProcessor(**sizes), tokenizer, make_video(**sizes), chat_template=tokenizer.chat_template
     )
 
 
 def _qwen2_5_vl_processor(shape: TinyVisionShape) -> ProcessorMixin:
-    return _qwen_processor(shape, Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, {})
+    # Without a choice here, transformers warns in every process, although no video is read.
+    make_video = partial(Qwen2VLVideoProcessor, cap_pixels_per_frame=True)
+    return _qwen_processor(shape, Qwen2_5_VLProcessor, make_video, {})
 
 
 def _qwen3_vl_processor(shape: TinyVisionShape) -> ProcessorMixin:
@@ -213,9 +216,9 @@ def _qwen3_vl_processor(shape: TinyVisionShape) -> ProcessorMixin:
     return _qwen_processor(shape, Qwen3VLProcessor, Qwen3VLVideoProcessor, half)
 
 
-def _qwen_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+def _qwen_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    return dict(zip(names, tokenizer.convert_tokens_to_ids(list(QWEN_TOKENS)), strict=True))
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in zip(names, QWEN_TOKENS, strict=True)}
 
 
 def _qwen_tower(shape: TinyVisionShape) -> dict[str, Any]:
@@ -292,7 +295,7 @@ def _smolvlm_processor(shape: TinyVisionShape) -> ProcessorMixin:
 
 
 def _idefics_config(
-    config_class: type[PretrainedConfig], shape: TinyVisionShape, tokenizer: PreTrainedTokenizerFast
+    config_class: Callable[..., PretrainedConfig], shape: TinyVisionShape, tokenizer: PreTrainedTokenizerFast
 ) -> PretrainedConfig:
     text = tiny_config("llama", shape.text)
     text.eos_token_id = tokenizer.eos_token_id

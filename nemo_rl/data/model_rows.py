@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ROW_INPUTS = "row_inputs"
 """Key of a datum (one `RowInputs`), and of a batch (a list of B `RowInputs`)."""
+IMAGES = "images"
+"""Key of the images in the state of a row that has some."""
 
 TOKEN_ARGUMENTS = frozenset(
     ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "divided_row")
@@ -134,7 +136,7 @@ class RowInputs:
             DataError: the row has a position rule, because a checkpoint cannot contain functions.
         """
         if self.images is not None:
-            return {_IMAGES: self.images.state_dict()}
+            return {IMAGES: self.images.state_dict()}
         if self.positions is not None:
             raise DataError(
                 "A row with its own position rule cannot be stored in a checkpoint: the rule is a function."
@@ -144,12 +146,8 @@ class RowInputs:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "RowInputs":
-        """Rebuild the inputs of a row from their `state_dict`."""
-        if _IMAGES in state:
-            from nemo_rl.data.images.rows import RowImages
-
-            return RowImages.from_state(state[_IMAGES]).row_inputs()
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Rebuild the inputs of a row from their `state_dict`. For rows with images, use `images.rows.from_state`."""
         return cls({name: _input(*given) for name, given in state.items()})
 
     def require(self, token_ids: Tensor) -> None:
@@ -182,9 +180,6 @@ class RowInputs:
             {name: (given.values, given.lengths_as, given.leading_axis) for name, given in self.inputs.items()}
         )
         return _rebuild, (packed, self.positions)
-
-
-_IMAGES = "images"
 
 
 def _input(values: Tensor, lengths_as: str | None = None, leading_axis: bool = False) -> RowInput:

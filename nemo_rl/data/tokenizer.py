@@ -12,12 +12,12 @@ import jinja2
 from transformers import AutoTokenizer
 
 from nemo_rl.config import TokenizerConfig
+from nemo_rl.data.images.families import image_family
 from nemo_rl.data.images.messages import bind_images, template_content
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.messages.encoding import bind_template_kwargs
 from nemo_rl.files.regular_file import read_text, require_regular_files
 from nemo_rl.host.processes import call_in_child
-from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def get_tokenizer(
     tokenizer_config = TokenizerConfig.of(tokenizer_config)
     tokenizer = _load(tokenizer_config.name, trust_remote_code, section)
     if get_processor or tokenizer_config.use_processor:
-        _read_images(tokenizer, tokenizer_config, section)
+        family = image_family(tokenizer, tokenizer_config.name, tokenizer_config.processor_kwargs, section)
+        bind_images(tokenizer, family)
     _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name, section)
     if tokenizer_config.chat_template_kwargs:
         bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
@@ -92,15 +93,6 @@ def _load(name: str, trust_remote_code: bool, section: str) -> TokenizerType:
             f"It needs tokenizer.json, or vocabulary files with tokenizer_config.json. "
             f"The loader said: {error}"
         ) from error
-
-
-def _read_images(tokenizer: TokenizerType, config: TokenizerConfig, section: str) -> None:
-    """Let a tokenizer read the images of its model's family."""
-    from nemo_rl.data.images.families import image_family, require_family
-
-    model = load_model_config(config.name, section=f"{section}.tokenizer")
-    require_family(model, config.name, section)
-    bind_images(tokenizer, image_family(model, tokenizer, config.name, config.processor_kwargs))
 
 
 def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name: str, section: str) -> None:

@@ -75,8 +75,10 @@ class SampleProgress:
 
     def _trajectory(self) -> dict[str, Any]:
         """Return the state of the trajectory, which later turns do not change."""
-        without_inputs = replace(self.sample, row_inputs=None)  # a resumed run gets them from the prompt
-        return without_inputs.state_dict() | {
+        inputs = self.sample.row_inputs
+        has_images = inputs is not None and inputs.images is not None  # observations may have added some
+        stored = self.sample if has_images else replace(self.sample, row_inputs=None)  # others are those of the prompt
+        return stored.state_dict() | {
             "extra_env_info": self.sample.extra_env_info,
             "turn_rewards": list(self.sample.turn_rewards),
             "reward_components": dict(self.sample.reward_components),
@@ -90,7 +92,8 @@ class SampleProgress:
             start: The same sample before its first turn, with the values of the prompt.
         """
         sample = Trajectory.from_state(state["trajectory"])
-        sample.group_index, sample.chat, sample.row_inputs = start.group_index, start.chat, start.row_inputs
+        sample.group_index, sample.chat = start.group_index, start.chat
+        sample.row_inputs = sample.row_inputs or start.row_inputs
         sample.episode = state["episode"]
         so_far = ResponseSoFar(
             state["token_ids"].numpy().astype(np.int32),

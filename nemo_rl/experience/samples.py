@@ -21,8 +21,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.schema.agents import AgentEndpointConfig
+from nemo_rl.data.images.messages import images_in
 from nemo_rl.data.interfaces import Message
-from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.messages.content import TextRules, content_text
 from nemo_rl.data.messages.observations import ObservationRenderer, messages_of
 from nemo_rl.data.routed_experts import note_experts
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
@@ -292,11 +293,13 @@ class SamplePlayer:
                 "its data processor does not say what the prompt was rendered from: give the datum `chat`, a dict "
                 "with `messages` and `tools`, or put the observation into the prompt there"
             )
+        observation = self._renderer(sample).read(observation)
         self._note_control_tokens(sample, observation)
         entry = self._renderer(sample).first_of_prompt(sample.chat, observation)
         sample.message_log = [entry]
         sample.prompt_length = len(entry["token_ids"])
         sample.chat = {**sample.chat, "messages": [*sample.chat["messages"], *messages_of(observation)]}
+        _add_images(sample, observation)
 
     def _renderer(self, sample: Trajectory) -> ObservationRenderer:
         """Return the renderer of a sample's observations. Levels of effort may have different templates."""
@@ -328,8 +331,9 @@ class SamplePlayer:
                 _cut(sample, self._limits.bound_of(sample))
                 return
             try:
-                self._note_control_tokens(sample, step.observation)
-                ids = self._renderer(sample).token_ids(step.observation, sample.message_log, sample.prompt_length)
+                observation = self._renderer(sample).read(step.observation)
+                self._note_control_tokens(sample, observation)
+                ids = self._renderer(sample).token_ids(observation, sample.message_log, sample.prompt_length)
             except DataError as error:
                 sample.fail(f"an observation cannot be rendered: {error}")
                 return
@@ -337,8 +341,11 @@ class SamplePlayer:
                 _cut(sample, Ending.SEQUENCE_LENGTH)
                 return
             kept = self._generation.reads_chats
-            said = {name: value for name, value in step.observation.items() if kept or name != "messages"}
+            said = {name: value for name, value in observation.items() if kept or name != "messages"}
+            if isinstance(said.get("content"), list):
+                said["content"] = content_text(said["content"])
             sample.message_log.append({**said, "token_ids": ids})
+            _add_images(sample, observation)
             progress.stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
 
     async def _run_agent(
@@ -423,6 +430,13 @@ def _with_stops(sampling: SamplingParams, stop_strings: list[str] | None) -> Sam
         return sampling
     merged = tuple(dict.fromkeys((*sampling.stop_strings, *stop_strings)))
     return replace(sampling, stop_strings=merged)
+
+
+def _add_images(sample: Trajectory, observation: Mapping[str, Any]) -> None:
+    """Add the images of an observation to the inputs of a sample."""
+    images = images_in(messages_of(observation))
+    if images and sample.row_inputs is not None and sample.row_inputs.images is not None:
+        sample.row_inputs = sample.row_inputs.images.followed_by(images).row_inputs()
 
 
 def _remember(sample: Trajectory, metadata: Any) -> None:

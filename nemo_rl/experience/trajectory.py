@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
 
+from nemo_rl.data.images.rows import from_state
 from nemo_rl.data.interfaces import Chat, Message, RowInputs
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.experience.branches import (
@@ -174,7 +175,7 @@ class Trajectory:
         """Rebuild a sample from its `state_dict`."""
         spans = [VersionSpan(*span) for span in state["weight_versions"]]
         stored = state.get("row_inputs")
-        inputs = None if stored is None else RowInputs.from_state(stored)
+        inputs = None if stored is None else from_state(stored)
         ended_by = Ending(state.get("ended_by", Ending.ENVIRONMENT))
         rebuilt = {
             "outcome": Outcome(state["outcome"]),

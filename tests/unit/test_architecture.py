@@ -471,5 +471,6 @@ def test_example_configs_load_through_their_schema(path):
     algorithm = algorithm_of(path)
     config = load_config(path, schema=ALGORITHMS[algorithm])
     begins = re.split("[_.-]", path.stem)[0]
-    assert path.parent.name == "evals" or begins == algorithm or (algorithm == "grpo" and begins in ("gdpo", "prorlv2"))
+    others = {"grpo": ("gdpo", "prorlv2", "vlm")}
+    assert path.parent.name == "evals" or begins == algorithm or begins in others.get(algorithm, ())
     assert config.policy.model_name

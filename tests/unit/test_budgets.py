@@ -19,9 +19,9 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 88_512, "all": 112_392}
-FILES = {"core": 509, "all": 663}
-FOLDERS = 86
+LINES = {"core": 92_000, "all": 116_500}
+FILES = {"core": 520, "all": 675}
+FOLDERS = 87
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4

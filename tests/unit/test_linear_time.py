@@ -33,6 +33,7 @@ from nemo_rl.environments.grading.dapo import normalize_answer, verify_final_ans
 from nemo_rl.environments.grading.final_answer import grade_plain_number
 from nemo_rl.environments.grading.hf_math_verify import verify_math, verify_math_components
 from nemo_rl.environments.grading.multichoice import verify_english, verify_multilingual
+from nemo_rl.environments.grading.vlm_rewards import IMAGE_REWARDS, BoxReward
 from nemo_rl.experience.penalties import repeats
 from nemo_rl.experience.thinking import sampled_turns, thinking_reader
 from nemo_rl.kits.code.blocks import code_to_run, final_code, without_mark
@@ -100,6 +101,13 @@ READERS: dict[str, Reader] = {
     "letters": Reader(lambda text: verify_english(text, "A"), ("environments/grading/multichoice.py",)),
     "letters of 15 languages": Reader(lambda text: verify_multilingual(text, "A")),
     "plain number": Reader(lambda text: grade_plain_number(text, "7"), ("environments/grading/final_answer.py",)),
+    "answer about an image": Reader(
+        lambda text: [
+            kind().score(text, truth)
+            for truth, kind in zip(["7"] * 3 + ["0, 0, 1, 1", "7"], IMAGE_REWARDS.values(), strict=True)
+        ]
+    ),
+    "known answer about an image": Reader(lambda text: BoxReward().score("<answer>1</answer>", text)),
     "program": Reader(final_code, ("kits/code/blocks.py",)),
     "code to run": Reader(code_to_run),
     "program without mark": Reader(without_mark),

@@ -9,11 +9,11 @@ from pydantic import Field
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_data, named_entries
 from nemo_rl.config.rules.files import PathKey, environment_paths, tokenizer_paths
-from nemo_rl.config.rules.images import check_images
 from nemo_rl.config.rules.megatron import unknown_families
 from nemo_rl.config.rules.models import (
     Judges,
     check_distillation_loss,
+    check_images,
     check_judges,
     check_placements,
     check_second_models,

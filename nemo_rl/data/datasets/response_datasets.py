@@ -26,8 +26,8 @@ from nemo_rl.data.datasets.image_datasets import IMAGE_REGISTRY
 from nemo_rl.data.datasets.nemo_gym import NemoGymDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, GeneratedDataset, RawDataset, Row
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
+from nemo_rl.data.datasets.rows.shapes import ShapesDataset
 from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of
-from nemo_rl.data.datasets.shapes import ShapesDataset
 from nemo_rl.data.processors import episode_data_processor, get_processor
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed

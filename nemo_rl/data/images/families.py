@@ -12,7 +12,6 @@ in each process that makes pixels.
 import hashlib
 import importlib.util
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.data.images.image import Image
 from nemo_rl.data.interfaces import TokenizerType
@@ -40,7 +39,7 @@ class ItemKind:
 
 
 @dataclass(frozen=True)
-class ImageFamily(ABC):
+class ImageFamily:
     """A family of models with its image processor.
 
     Attributes:
@@ -59,25 +58,25 @@ class ImageFamily(ABC):
         return hashlib.sha256(self.settings.encode()).hexdigest()[:16]
 
     @property
-    @abstractmethod
     def kinds(self) -> Mapping[str, ItemKind]:
         """Return the arguments of the model's forward that hold images."""
+        raise NotImplementedError
 
-    @abstractmethod
     def tokens_of(self, image: Image) -> list[int]:
         """Return the token ids that replace the placeholder of an image."""
+        raise NotImplementedError
 
-    @abstractmethod
     def tensors_of(self, image: Image) -> dict[str, Tensor]:
         """Return the items of an image for each of `kinds`, `[n, ...]` on the CPU.
 
         Raises:
             DataError: the image processor makes other numbers of items than `tokens_of` says.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def blank(self) -> tuple[list[int], dict[str, Tensor]]:
         """Return tokens and tensors of a smallest image, for forward passes that have no image (`rows`)."""
+        raise NotImplementedError
 
     def positions(self, images: Sequence[Image]) -> PositionRule | None:
         """Return the rule for the positions of a row's tokens, or None for 0 to n - 1."""
@@ -86,10 +85,6 @@ class ImageFamily(ABC):
     def is_embed(self, tokens: Sequence[int]) -> Tensor:
         """Return which of an image's tokens are replaced by features, `[n]` bool."""
         return torch.tensor(tokens) == self.placeholder
-
-    def num_features(self, image: Image) -> int:
-        """Return the number of features of an image."""
-        return self.tokens_of(image).count(self.placeholder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the family as plain values, for a checkpoint (`family_from_state`)."""
@@ -366,21 +361,27 @@ def require_family(config: PretrainedConfig, model_name: str, section: str = "po
 
 
 def image_family(
-    config: PretrainedConfig, tokenizer: TokenizerType, processor_name: str, overrides: Mapping[str, Any] | None = None
+    tokenizer: TokenizerType, name: str, overrides: Mapping[str, Any] | None = None, section: str = "policy"
 ) -> ImageFamily:
     """Describe the images of a model.
 
     Args:
-        config: configuration of the model, of a family that `require_family` accepts.
         tokenizer: tokenizer of the model.
-        processor_name: folder or hub id with the image processor's settings.
+        name: folder or hub id with the configuration of the model, and with the settings of its image processor.
         overrides: settings of the image processor to change, such as `size`.
+        section: section of the configuration that names the model, for messages.
 
     Raises:
-        ConfigError: a package is missing, or there is no image processor.
+        ConfigError: the model is of no family, a package is missing, or there is no image processor.
     """
-    settings = _settings(processor_name, dict(overrides or {}))
-    return FAMILIES[config.model_type](config, settings, tokenizer)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{section}.tokenizer.name={name!r} has no configuration of a model, which its images need: {error}"
+        ) from error
+    require_family(config, name, section)
+    return FAMILIES[config.model_type](config, _settings(name, dict(overrides or {})), tokenizer)
 
 
 def _settings(name: str, overrides: dict[str, Any]) -> dict[str, Any]:

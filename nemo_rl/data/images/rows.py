@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_rl.data.images.families import ImageFamily, ItemKind, family_from_state
 from nemo_rl.data.images.image import Image
-from nemo_rl.data.model_rows import RowInput, RowInputs
+from nemo_rl.data.model_rows import IMAGES, RowInput, RowInputs
 from nemo_rl.utils.errors import DataError
 
 CACHE_BYTES = 512 << 20
@@ -125,6 +125,11 @@ class RowImages:
     def from_state(cls, state: Mapping[str, Any]) -> "RowImages":
         """Return the images of a `state_dict`."""
         return cls(family_from_state(state["family"]), tuple(Image.from_state(image) for image in state["images"]))
+
+
+def from_state(state: Mapping[str, Any]) -> RowInputs:
+    """Rebuild the inputs of a row from their `state_dict`, with or without images."""
+    return RowImages.from_state(state[IMAGES]).row_inputs() if IMAGES in state else RowInputs.from_state(state)
 
 
 def require_images(token_ids: Sequence[int], inputs: RowInputs | None, media_tokens: Sequence[int]) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from nemo_rl.config.schema.data import ImagesConfig
+from nemo_rl.data.images.messages import expanded, images_in, load_images, with_parts
 from nemo_rl.data.interfaces import Chat, LLMMessageLogType, Message, TokenizerType
-from nemo_rl.data.messages.content import TextRules, content_text
+from nemo_rl.data.messages.content import IMAGE_MARK, TextRules, content_text
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.encoding import encode_continuation, encode_text, render_chat
 from nemo_rl.data.processors import prompt_entry
@@ -27,12 +29,12 @@ _LONGEST_OPENING = 256
 
 
 def template_message(observation: Mapping[str, Any]) -> Message:
-    """Convert an observation to a message with text as content.
+    """Convert an observation to a message with text as content, in which `IMAGE_MARK` stands for an image.
 
     Raises:
-        DataError: a part is not text, or not valid Unicode.
+        DataError: a part is neither text nor an image that was read, or not valid Unicode.
     """
-    text = content_text(observation.get("content"), "the content of an observation")
+    text = content_text(observation.get("content"), "the content of an observation", IMAGE_MARK)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -87,15 +89,33 @@ class ObservationRenderer:
             longest: argument of `encode_text`.
 
         Raises:
-            DataError: the content is not text, or the template refuses or leaves out the message.
+            DataError: the content is neither text nor images that were read (`read`), or the template refuses or leaves
+                out the message.
         """
         messages = [self.message(each) for each in messages_of(observation)]
+        images = images_in(messages_of(observation))
         prompt_ids = torch.cat([turn["token_ids"] for turn in message_log])[:prompt_length]
         if not self._is_chat(prompt_ids[-_LONGEST_OPENING:]):
+            if images:
+                raise DataError("the prompt was not rendered with the chat template, so no image can follow it")
             return encode_continuation("\n".join(message["content"] for message in messages), self._tokenizer, longest)
-        return self._continuation(
+        ids = self._continuation(
             self._added(*messages), self._head(messages[0]["role"]), message_log[-1]["token_ids"].tolist(), longest
         )
+        return expanded([ids], images, self._tokenizer)[0]
+
+    def read(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the observation with its images read, if the tokenizer's model reads images.
+
+        Raises:
+            DataError: an image cannot be used.
+        """
+        if "messages" in observation:
+            return {**observation, "messages": self._read(messages_of(observation))}
+        return self._read([dict(observation)])[0]
+
+    def _read(self, messages: list[Message]) -> list[Message]:
+        return load_images(messages, self._tokenizer, ImagesConfig.build())
 
     def message(self, observation: Mapping[str, Any]) -> Message:
         """Convert an observation to a message for `render_chat`, with quoted control tokens if the rules require it.
@@ -113,7 +133,8 @@ class ObservationRenderer:
             DataError: the content is not text, or the template refuses the chat.
         """
         control = control_tokens_of(self._tokenizer)
-        added = (self.message(each) for each in messages_of(observation))
+        added = [self.message(each) for each in messages_of(observation)]
+        added = with_parts(added, images_in(messages_of(observation)))
         messages = [*control.quoted_chat(chat["messages"], self._rules), *added]
         quoted: Chat = {**chat, "messages": messages, "tools": control.quoted_tools(chat["tools"], self._rules)}
         return prompt_entry(quoted, self._tokenizer, rules=TextRules(rows=False, tools=False))

@@ -28,7 +28,7 @@ class VerifierResult:
 
     @property
     def is_correct(self) -> bool:
-        """Whether the answer is right. If `correct` is None, the reward or its component of correctness must be 1.0."""
+        """True if the answer is right. If `correct` is None, the reward or its component of correctness must be 1.0."""
         if self.correct is not None:
             return self.correct
         return (self.reward["reward/correctness"] if isinstance(self.reward, dict) else self.reward) == 1.0

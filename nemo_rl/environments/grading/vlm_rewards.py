@@ -1,6 +1,6 @@
 r"""Reward answers about images with the functions that the environment `vlm` names.
 
-    response, known answer ─► each reward ─► Score ─► mathematics, in a grading process ─► weighted sum
+    response, known answer ─► each reward ─► ImageScore ─► mathematics, in a grading process ─► weighted sum
 
 An answer is the text between the first opening tag and the last closing tag. Invariant: an answer that cannot be read
 has the value 0. A known answer that cannot be read, and an answer that cannot be compared, are errors.
@@ -29,7 +29,7 @@ type Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Score:
+class ImageScore:
     """Value of one reward for one response."""
 
     value: float
@@ -45,15 +45,15 @@ class Score:
 class ImageReward(Protocol):
     """Interface of a reward. Its fields are the `kwargs` of the configuration."""
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> ImageScore:
         """Return the value of a response.
 
         Raises:
             ValueError: The known answer cannot be read.
         """
 
-    def written(self, truth: str) -> str:
-        """Return a response that gives the known answer in the form that this reward reads."""
+    def written(self, truth: str) -> tuple[str, ...]:
+        """Return the lines of a response that gives the known answer in the form that this reward reads."""
 
 
 def tagged(text: str, tag: str) -> str | None:
@@ -71,14 +71,14 @@ class FormatReward:
     think_tag: str = "think"
     answer_tag: str = "answer"
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> ImageScore:
         """Return the value of the two blocks, whatever the answer is."""
         thinks, answers = (tagged(response, tag) is not None for tag in (self.think_tag, self.answer_tag))
-        return Score(0.25 * thinks + 0.75 * answers)
+        return ImageScore(0.25 * thinks + 0.75 * answers)
 
-    def written(self, truth: str) -> str:
+    def written(self, truth: str) -> tuple[str, ...]:
         """Return the two blocks."""
-        return f"<{self.think_tag}></{self.think_tag}>\n<{self.answer_tag}>{truth}</{self.answer_tag}>"
+        return f"<{self.think_tag}></{self.think_tag}>", f"<{self.answer_tag}>{truth}</{self.answer_tag}>"
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,18 @@ class ExactAlnumReward:
 
     answer_tag: str = "answer"
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> ImageScore:
         """Compare the letters and digits of the answer."""
         wanted = _letters_and_digits(truth)
         if not wanted:
             raise ValueError(f"the known answer {truth!r:.80} has no letters or digits to compare")
         answer = tagged(response, self.answer_tag)
         right = answer is not None and _letters_and_digits(answer) == wanted
-        return Score(float(right), right, answer)
+        return ImageScore(float(right), right, answer)
 
-    def written(self, truth: str) -> str:
+    def written(self, truth: str) -> tuple[str, ...]:
         """Return the block with the answer."""
-        return f"<{self.answer_tag}>{truth}</{self.answer_tag}>"
+        return (f"<{self.answer_tag}>{truth}</{self.answer_tag}>",)
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class MathExprReward:
 
     tag: str = "answer"
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> ImageScore:
         """Read the answer, which is then compared."""
         answer = tagged(response, self.tag)
-        return Score(0.0, False, answer, 1.0 if answer and _is_balanced(answer) else None)
+        return ImageScore(0.0, False, answer, 1.0 if answer and _is_balanced(answer) else None)
 
-    def written(self, truth: str) -> str:
+    def written(self, truth: str) -> tuple[str, ...]:
         """Return the block with the answer."""
-        return f"<{self.tag}>{truth}</{self.tag}>"
+        return (f"<{self.tag}>{truth}</{self.tag}>",)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class BoxReward:
     giou_penalty_thres: float = 10.0
     answer_tag: str = "answer"
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> ImageScore:
         """Compare the boxes."""
         known = _read_box(truth)
         if known is None or not _area(known):
@@ -136,13 +136,13 @@ class BoxReward:
         answer = tagged(response, self.answer_tag)
         box = None if answer is None else _read_box(answer)
         if box is None:
-            return Score(0.0, False, answer)
+            return ImageScore(0.0, False, answer)
         value = self._overlap(known, box)
-        return Score(value, value > _RIGHT_IOU, answer)
+        return ImageScore(value, value > _RIGHT_IOU, answer)
 
-    def written(self, truth: str) -> str:
+    def written(self, truth: str) -> tuple[str, ...]:
         """Return the block with the answer."""
-        return f"<{self.answer_tag}>{truth}</{self.answer_tag}>"
+        return (f"<{self.answer_tag}>{truth}</{self.answer_tag}>",)
 
     def _overlap(self, known: Box, box: Box) -> float:
         common = _common(known, box)
@@ -160,15 +160,15 @@ class Geo3kReward:
 
     format_score: float = 0.1
 
-    def score(self, response: str, truth: str) -> Score:
+    def score(self, response: str, truth: str) -> ImageScore:
         r"""Read the last `\boxed{}`, whose content is then compared."""
         answer = last_boxed(response)
         value = self.format_score * _boxes_after_thinking(response)
-        return Score(value, False, answer, 1.0 - self.format_score if answer else None)
+        return ImageScore(value, False, answer, 1.0 - self.format_score if answer else None)
 
-    def written(self, truth: str) -> str:
+    def written(self, truth: str) -> tuple[str, ...]:
         """Return a closed block of thinking and the box."""
-        return "</think>\n" + (truth if last_boxed(truth) else f"\\boxed{{{truth}}}")
+        return "</think>", truth if last_boxed(truth) else _boxed(truth)
 
 
 IMAGE_REWARDS: dict[str, type[ImageReward]] = {
@@ -246,10 +246,10 @@ def grade_answers(
 
 def known_response(rewards: Sequence[WeightedReward], truth: str) -> str:
     """Return a response with the known answer in each form that the rewards read."""
-    return "\n".join(dict.fromkeys(weighted.reward.written(truth) for weighted in rewards))
+    return "\n".join(dict.fromkeys(line for weighted in rewards for line in weighted.reward.written(truth)))
 
 
-def _scored(rewards: Sequence[WeightedReward], response: str, truth: str) -> list[Score] | str:
+def _scored(rewards: Sequence[WeightedReward], response: str, truth: str) -> list[ImageScore] | str:
     """Return the score of each reward, or the reason why a reward has none."""
     scores = []
     for weighted in rewards:
@@ -260,7 +260,7 @@ def _scored(rewards: Sequence[WeightedReward], response: str, truth: str) -> lis
     return scores
 
 
-def _with_judgement(scores: list[Score], place: int, grade: Grade, name: str) -> list[Score] | str:
+def _with_judgement(scores: list[ImageScore], place: int, grade: Grade, name: str) -> list[ImageScore] | str:
     """Return the scores with the result of a comparison, or the reason why there is no result."""
     if grade.verified is None:
         return f"{grade.error}, in the reward {name!r}"
@@ -270,7 +270,7 @@ def _with_judgement(scores: list[Score], place: int, grade: Grade, name: str) ->
     return [*scores[:place], final, *scores[place + 1 :]]
 
 
-def _summed(rewards: Sequence[WeightedReward], scores: Sequence[Score]) -> VerifierResult:
+def _summed(rewards: Sequence[WeightedReward], scores: Sequence[ImageScore]) -> VerifierResult:
     values: dict[str, float] = {}
     for weighted, score in zip(rewards, scores, strict=True):
         values[weighted.name] = values.get(weighted.name, 0.0) + weighted.share * score.value

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.broken_rules import report_findings
 from nemo_rl.config.rules.models import check_trainable
+from nemo_rl.data.images.families import media_tokens
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.distributed.workers.start_phases import start_phase
@@ -104,12 +105,12 @@ class DTensorBackend(TorchBackend):
         use_flash_attention(config.dtensor_cfg.flash_attention_version, device)
         layout = layout or ParallelLayout.of(config, dist.get_world_size())
         self._max_grad_norm = config.max_grad_norm
-        self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
         self._results: Results = {}
         built = build(config, seed)
         self.model = built.model
+        self._density = sampling_density(config, media_tokens(built.model.hf.config) if config.is_vlm else ())
         with start_phase("groups of ranks"):
             meshes = Meshes.build(layout, device.type)
         replays = config.router_replay.enabled

@@ -32,7 +32,6 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.workers.builder import plan_places
 from nemo_rl.host.device import exact_page_locking
 from nemo_rl.losses.loss_function import AnyLossFunction
-from nemo_rl.models.huggingface.folders import save_tokenizer
 from nemo_rl.models.policy.batching import (
     ShardedBatch,
     count_valid,
@@ -354,7 +353,7 @@ class Policy(PolicyInterface):
         def complete() -> None:
             self._backend.complete_checkpoint(Path(weights_path), self.tokenizer, precision)
             if tokenizer_path is not None:
-                save_tokenizer(self.tokenizer, Path(tokenizer_path))
+                self.tokenizer.save_pretrained(str(tokenizer_path))
 
         if background:
             self._complete_checkpoint = complete

@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.data.images.families import media_tokens
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.host.device import device_for
-from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.models.training.low_rank import adapters_off
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -227,11 +225,14 @@ def restore_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["accelerator"])
 
 
-def sampling_density(config: PolicyConfig) -> SamplingDensity:
-    """Return the density from which `policy.generation` samples. Without this section, it is the plain softmax."""
+def sampling_density(config: PolicyConfig, never: tuple[int, ...] = ()) -> SamplingDensity:
+    """Return the density from which `policy.generation` samples. Without this section, it is the plain softmax.
+
+    Args:
+        never: ids of tokens that are never drawn.
+    """
     generation = config.generation
     if generation is None:
         return SamplingDensity()
     top_k = generation.top_k if generation.top_k is not None and generation.top_k > 0 else None
-    never = media_tokens(load_model_config(config.model_name, config.hf_config_overrides)) if config.is_vlm else ()
     return SamplingDensity(generation.temperature, top_k, generation.top_p, never)

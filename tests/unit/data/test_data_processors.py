@@ -229,5 +229,7 @@ def test_parts_of_a_prompt_are_joined_and_images_refused(chat_tokenizer):
     )
     assert joined["message_log"][0]["content"] == plain["message_log"][0]["content"]
     image = [*parts, {"type": "image", "image": None}]
-    with pytest.raises(DataError, match="parts that are not text: image; the processors here read text only"):
+    with pytest.raises(
+        DataError, match="parts that are not text: image; without policy.is_vlm=true the processors here read text only"
+    ):
         processors.math_hf_data_processor(row(image), TaskDataSpec(), chat_tokenizer, None, 0)

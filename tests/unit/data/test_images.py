@@ -18,7 +18,7 @@ from nemo_rl.config import TokenizerConfig
 from nemo_rl.config.schema.data import ImagesConfig
 from nemo_rl.data.images.image import load_image
 from nemo_rl.data.images.messages import expanded
-from nemo_rl.data.images.rows import PIXELS, PixelCache, require_images
+from nemo_rl.data.images.rows import PIXELS, PixelCache, from_state, require_images
 from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
 from nemo_rl.data.messages.conversations import preference_preprocessor, sft_processor
 from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, lacks_images, row_positions
@@ -318,7 +318,7 @@ def test_a_checkpoint_restores_the_images(tokenizers: dict[str, TokenizerType], 
     ids, inputs = prompt(row_of(question("How many?", SMALL, WIDE)), tokenizers[family])
     torch.save([inputs.state_dict()] * 8, tmp_path / "rows.pt")
     assert (tmp_path / "rows.pt").stat().st_size < 4 * sum(len(i.encoded) for i in inputs.images.images) + 60_000
-    restored = RowInputs.from_state(torch.load(tmp_path / "rows.pt")[0])
+    restored = from_state(torch.load(tmp_path / "rows.pt")[0])
     restored.require(ids)
     for name, values in forward_arguments([inputs]).items():
         assert torch.equal(values, forward_arguments([restored])[name])

@@ -146,7 +146,7 @@ def test_text_parts_are_joined_and_images_refused(qwen3):
     as_text = play(qwen3, [("4<|im_end|>", says("Wrong.")[0])])
     assert as_parts[-1]["token_ids"].equal(as_text[-1]["token_ids"])
     image = [*parts, {"type": "image", "image": None}]
-    for content, reason in ((image, "not text: image; the processors"), (None, "None")):
+    for content, reason in ((image, "not text: image; without policy.is_vlm"), (None, "None")):
         with pytest.raises(DataError, match=f"content of an observation.*{reason}"):
             play(qwen3, [("4<|im_end|>", {"role": "environment", "content": content})])
 

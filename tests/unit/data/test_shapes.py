@@ -10,7 +10,7 @@ from PIL import Image
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
-from nemo_rl.data.datasets.shapes import MAX_BOXES, ShapesRows, is_validation
+from nemo_rl.data.datasets.rows.shapes import MAX_BOXES, ShapesRows, is_validation
 from nemo_rl.utils.errors import DataError
 
 pytestmark = pytest.mark.fast

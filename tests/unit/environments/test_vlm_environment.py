@@ -249,7 +249,7 @@ def test_errors_name_the_reward_and_are_no_zeros(pool) -> None:
     [
         ([], "env.mine.reward_functions is missing or empty.*Names: format, exact_alnum, math_expr, bbox_giou, geo3k"),
         ([{"name": "bleu"}], "0.name: Input should be 'format', 'exact_alnum', 'math_expr', 'bbox_giou' or 'geo3k'"),
-        ([{"name": "format", "wieght": 2}], "0.wieght: Extra inputs are not permitted"),
+        ([{"name": "format", "weigth": 2}], "0.weigth: Extra inputs are not permitted"),
         (functions(("format", 0), ("geo3k", 0)), "env.mine.reward_functions: the sum of the weights is 0"),
         (functions(("format", -1)), "the sum of the weights is -1. It must be above 0"),
         (functions(("format", 1), tag="x"), r"reward_functions.0.kwargs.tag is no argument of FormatReward.*think_tag"),
@@ -364,7 +364,7 @@ def test_known_answers_are_graded_as_their_own_answers() -> None:
     every = truth_grader("vlm", {"reward_functions": functions(("format", 1), ("math_expr", 1), ("geo3k", 1))})
     assert every is not None and every.grade(["\\frac{1}{2}", "7", "\\boxed{3}"]) == {}
     assert every.grade(["#### 7"]) and isinstance(MathExprReward(), IMAGE_REWARDS["math_expr"])
-    assert Geo3kReward().written("\\boxed{3}") == "</think>\n\\boxed{3}"
+    assert Geo3kReward().written("\\boxed{3}") == ("</think>", "\\boxed{3}")
 
 
 @pytest.mark.ray

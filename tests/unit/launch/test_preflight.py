@@ -127,7 +127,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 @pytest.mark.parametrize("name", ["tiny-chatt", "tinychat"])
 def test_a_misspelled_model_of_the_library_is_suggested(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    models = "Models of the library: tiny-chat, tiny-player, tiny-teacher, tiny-tools"
+    models = "Models of the library: tiny-chat, tiny-player, tiny-teacher, tiny-tools, tiny-vision"
     with pytest.raises(ConfigError, match=rf"Did you mean 'tiny-chat'\? {models}\.$"):
         check_reachable("policy.model_name", name)
     config = load_config("grpo_math_cpu.yaml", [f"policy.model_name={name}"])

@@ -60,7 +60,7 @@ class GRPOConfig(RewardedTrainingConfig):
         **RewardedTrainingConfig.ignored,
         "*best_at_k*": "NeMo RL does not read it either",
         "debug_payload_metrics": "sizes of messages are not reported",
-        "deduplicate_multimodal_data": "there are no images, sounds or videos",
+        "deduplicate_multimodal_data": "files of images are never copied for each sample",
         **dict.fromkeys(
             (
                 *("invalid_tool_call_strategy", "num_val_generations_per_prompt", "penalize_invalid_tool_call"),

@@ -1,0 +1,142 @@
+"""Models that read images, trained end to end on the CPU: GRPO, SFT, DPO, and the checkpoint in plain transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from example_runs import StartExample, of_training, read_metrics
+from PIL import Image as Pictures
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from nemo_rl.data.datasets.rows.shapes import QUESTION, ShapesRows
+
+pytest.importorskip("torchvision")
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+CONFIG = "vlm_grpo_cpu.yaml"
+FEW = (
+    "grpo.num_prompts_per_step=4",
+    "policy.train_global_batch_size=32",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+)
+NO_CHECKPOINT = "checkpointing.enabled=false"
+AHEAD = (
+    "grpo.overlap.mode=ahead",
+    "grpo.overlap.in_flight_weight_updates=true",
+    "loss_fn.use_importance_sampling_correction=true",
+)
+MODES = {
+    "ahead": AHEAD,
+    "two ranks": ("cluster.ranks_per_node=2",),
+    "runners": ("cluster.rollout_runners=1",),
+    "hf engine": ("policy.generation.backend=hf",),
+    "padded": ("policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=32"),
+    "frozen tower": ("policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_vision_tower=true",),
+    "lora": ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4"),
+}
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """Return the checksums of the policy's files in a checkpoint. `.metadata` has the path of the checkpoint."""
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return {name: each for name, each in files.items() if name.startswith("policy/") and ".metadata" not in name}
+
+
+def test_a_stopped_run_with_images_repeats_the_plain_run_bit_for_bit(
+    start_example: StartExample, tmp_path: Path
+) -> None:
+    """Engine and trainer agree in every step, and the checkpoint loads with its image processor."""
+    metrics = []
+    for name, stops in (("plain", [4]), ("stopped", [2, 4])):
+        overrides = ("checkpointing.save_period=2", f"checkpointing.checkpoint_dir={tmp_path}/{name}")
+        for number, steps in enumerate(stops):
+            logs = f"{name}_{number}"
+            run = start_example("run_vlm_grpo.py", CONFIG, *FEW, *overrides, f"grpo.max_num_steps={steps}", logs=logs)
+            assert run.finish() == 0, run.log()[-3000:]
+        metrics.append({key: value for key, value in of_training(read_metrics(run.log_dir)).items() if key[1] > 2})
+    assert "Resuming from" in run.log()
+    assert metrics[0] == metrics[1]
+    assert len(metrics[0]) > 20
+    assert weights(tmp_path / "plain/step_4") == weights(tmp_path / "stopped/step_4")
+    AutoProcessor.from_pretrained(tmp_path / "plain/step_4/policy/weights/model")
+
+
+def test_engine_and_trainer_agree_with_shared_prompts(start_example: StartExample) -> None:
+    check_agreement(start_example, "policy.sequence_packing.share_prompts=true")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_engine_and_trainer_agree_in_every_mode(start_example: StartExample, mode: str) -> None:
+    check_agreement(start_example, *MODES[mode], most=1.2 if mode == "ahead" else 1.0001)
+
+
+def check_agreement(start_example: StartExample, *overrides: str, most: float = 1.0001) -> None:
+    run = start_example("run_vlm_grpo.py", CONFIG, *FEW, *overrides, "grpo.max_num_steps=4", NO_CHECKPOINT)
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    errors = [value for (_, _, name), value in metrics.items() if name == "token_mult_prob_error"]
+    assert len(errors) == 4
+    assert max(errors) < most
+
+
+@pytest.mark.long
+def test_grpo_learns_to_count(start_example: StartExample) -> None:
+    run = start_example("run_vlm_grpo.py", CONFIG, NO_CHECKPOINT)
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    before, after = metrics["validation", 0, "accuracy"], metrics["validation", 40, "accuracy"]
+    assert 0.35 < before < 0.6
+    assert after > 0.8
+
+
+@pytest.mark.long
+def test_sft_learns_to_count_and_its_checkpoint_answers_in_transformers(
+    start_example: StartExample, tmp_path: Path
+) -> None:
+    folder = tmp_path / "sft"
+    run = start_example("run_vlm_sft.py", "sft_vlm_cpu.yaml", f"checkpointing.checkpoint_dir={folder}")
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    assert metrics["validation", 60, "val_loss"] < 0.3 * metrics["validation", 0, "val_loss"]
+    model_folder = folder / "step_60/policy/weights/model"
+    processor = AutoProcessor.from_pretrained(model_folder)
+    model = AutoModelForImageTextToText.from_pretrained(model_folder, dtype=torch.float32).eval()
+    rows = ShapesRows("validation", 32, 5, None)
+    right = 0
+    for row, index in zip(rows, range(32), strict=True):
+        pixels, _ = rows.draw(index)
+        text = processor.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
+        inputs = processor(text=[text], images=[Pictures.fromarray(pixels)], return_tensors="pt")
+        made = model.generate(**inputs, max_new_tokens=1, do_sample=False)
+        right += processor.tokenizer.decode(made[0, -1]) == row["answer"]
+    assert right >= 24
+
+
+@pytest.mark.long
+def test_dpo_learns_from_pairs_with_images(start_example: StartExample, tmp_path: Path) -> None:
+    """Rows name their images by paths next to the file."""
+    lines = []
+    for index, row in enumerate(ShapesRows("train", 600, 7, None)):
+        path = tmp_path / "pictures" / f"{index}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(row["messages"][0]["content"][0]["image"]["bytes"])
+        image = {"type": "image", "image": f"pictures/{index}.png"}
+        asked = {"role": "user", "content": [image, {"type": "text", "text": QUESTION}]}
+        wrong = "1" if row["answer"] != "1" else "4"
+        lines.append(json.dumps({"prompt": [asked], "chosen": row["answer"], "rejected": wrong}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    overrides = (
+        "dpo.max_num_steps=20",
+        "dpo.val_period=20",
+        "policy.model_name=examples/assets/tiny-vision",
+        "+policy.tokenizer.use_processor=true",
+        "data.train={dataset_name: BinaryPreferenceDataset, data_path: pairs.jsonl, split_validation_size: 0.1}",
+        "data.validation=null",
+        NO_CHECKPOINT,
+    )
+    run = start_example("run_dpo.py", "dpo_cpu.yaml", *overrides)
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    assert metrics["validation", 20, "preference_loss"] < metrics["validation", 0, "preference_loss"] - 0.05
