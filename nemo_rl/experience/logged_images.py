@@ -2,10 +2,11 @@
 
     line of a sample    "images": [{"digest", "source", "size", "tokens"}, ...] in the order of the images' tokens
     images/DIGEST.png   the picture as the model's image processor gets it
-    images/DIGEST.jpg   the same, made smaller, if a side has more than 256 pixels
+    images/DIGEST.jpg   the same with losses, if the original is a JPEG file or has a side of more than 256 pixels
 
-The pictures are made smaller, because a log must not become a copy of a data set. They have no metadata of the original
-files, such as places and names of cameras. Invariant: a picture is written once for all samples and steps of a folder.
+Pictures of more than 256 pixels are made smaller, because a log must not become a copy of a data set. Pictures have no
+metadata of the original files, such as places and names of cameras. Invariant: a picture is written once for all
+samples and steps of a folder.
 """
 
 import io
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 FOLDER = "images"
 """Folder of the pictures, next to the files of samples."""
 SUFFIXES = (".png", ".jpg")
-"""Suffixes of the pictures that fit, and of those that were made smaller."""
+"""Suffixes of the pictures without and with losses."""
+_JPEG = b"\xff\xd8\xff"
 _MOST_PIXELS = 256
 _QUALITY = 85
 _PLACEHOLDERS = tuple(map(re.compile, (r"<\|image_pad\|>|<image>", r"<\|image_pad\|>", r"<image>")))
@@ -85,13 +87,13 @@ class ImageLog:
         return logged_images(row)
 
     def _write(self, image: "Image") -> None:
-        fits = max(image.size) <= _MOST_PIXELS
-        path = self._folder / f"{image.digest}{SUFFIXES[0] if fits else SUFFIXES[1]}"
+        is_exact = max(image.size) <= _MOST_PIXELS and not image.encoded.startswith(_JPEG)
+        path = self._folder / f"{image.digest}{SUFFIXES[0] if is_exact else SUFFIXES[1]}"
         if path.exists():
             return
         picture, content = image.picture(), io.BytesIO()
         picture.thumbnail((_MOST_PIXELS, _MOST_PIXELS))
-        picture.save(content, **({"format": "PNG"} if fits else {"format": "JPEG", "quality": _QUALITY}))
+        picture.save(content, **({"format": "PNG"} if is_exact else {"format": "JPEG", "quality": _QUALITY}))
         self._folder.mkdir(exist_ok=True)
         write_atomically(path, content.getvalue())
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_runs import StartExample, of_training, read_metrics
+from example_runs import REPOSITORY, StartExample, of_training, read_metrics
 from PIL import Image as Pictures
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from nemo_rl.__main__ import main
 from nemo_rl.data.datasets.rows.shapes import QUESTION, ShapesRows
 
 pytest.importorskip("torchvision")
@@ -79,6 +80,34 @@ def check_agreement(start_example: StartExample, *overrides: str, most: float = 
     errors = [value for (_, _, name), value in metrics.items() if name == "token_mult_prob_error"]
     assert len(errors) == 4
     assert max(errors) < most
+
+
+@pytest.mark.parametrize("runners", [0, 1])
+def test_logs_and_report_show_the_images_of_samples(start_example: StartExample, runners: int) -> None:
+    few = (*FEW[:3], "data.train.num_samples=100", "data.validation.num_samples=8", "grpo.max_val_samples=8")
+    changes = (*few, "grpo.val_batch_size=8", "grpo.max_num_steps=2")
+    run = start_example(
+        "run_vlm_grpo.py",
+        CONFIG,
+        *changes,
+        f"cluster.rollout_runners={runners}",
+        "grpo.val_at_start=true",
+        NO_CHECKPOINT,
+    )
+    assert run.finish() == 0, run.log()[-3000:]
+    folder = run.log_dir / "exp_001"
+    lines = [json.loads(line) for path in folder.glob("*_data_step*.jsonl") for line in path.read_text().splitlines()]
+    digests = {line["images"][0]["digest"] for line in lines}
+    assert (len(lines), len(digests)) == (72, 16)
+    assert {path.stem for path in (folder / "images").iterdir()} == digests
+    assert {(*line["images"][0]["size"], *line["images"][0]["tokens"]) for line in lines} == {(28, 28, 7, 11)}
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert (page.count("data:image/png;base64,"), page.count("[image 1: 28x28, tokens 7 to 10]")) == (16, 72)
+    config = str(REPOSITORY / "examples/configs" / CONFIG)
+    assert main(["regrade", str(run.log_dir), "--config", config, *changes]) == 0
+    regraded = [json.loads(line) for line in (folder / "regraded.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in regraded] == [line["stored_reward"] for line in regraded] != []
 
 
 @pytest.mark.long

@@ -152,13 +152,13 @@ class RunView:
             tokens["texts"] = self._texts.of(tokens["ids"])
         return detail
 
-    def samples_as_json(self, num_listed: int, num_details: int, page: PageImages) -> dict[str, Any]:
+    def samples_as_json(self, num_listed: int, num_details: int, page: PageImages | None = None) -> dict[str, Any]:
         """Return the summaries of samples, and the conversation and tokens of some of them.
 
         Args:
             num_listed: largest number of summaries; of more samples, whole groups are chosen evenly over the steps.
             num_details: largest number of samples with conversation and tokens.
-            page: images of the page to which those of these samples are added.
+            page: as for `detail`.
         """
         listed = self.samples.chosen(num_listed)
         return {
@@ -169,7 +169,7 @@ class RunView:
             "details": dict(self._details(self.samples.chosen(num_details, listed), page)),
         }
 
-    def _details(self, numbers: Sequence[int], page: PageImages) -> Iterator[tuple[str, Any]]:
+    def _details(self, numbers: Sequence[int], page: PageImages | None) -> Iterator[tuple[str, Any]]:
         for number in numbers:
             with contextlib.suppress(IndexError, *READ_ERRORS):  # the run has written the file again
                 yield str(number), self.detail(number, page)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,17 @@ def test_a_signal_ends_an_evaluation_after_its_batch(loop, tmp_path) -> None:
     assert error.value.exit_status == 75
     assert len((tmp_path / "evaluation_data.jsonl").read_text().splitlines()) == 4
     assert _ask(config, loop) == _ask(eval_config(*SMALL), loop)
+
+
+def test_only_answers_about_images_have_the_entry(tmp_path) -> None:
+    config = eval_config("eval.num_tests_per_prompt=2", f"eval.save_path={tmp_path}")
+    plain = AnswerRecord(0, 0, "p", "r", "1", "1", 1.0, "finished", 1)
+    seen = replace(plain, sample=1, images=[{"digest": "ab", "source": "a.png", "size": [28, 14], "tokens": [3, 7]}])
+    store = RecordStore(config, 1)
+    store.append([plain, seen])
+    store.close()
+    lines = [json.loads(line) for line in (tmp_path / "evaluation_data.jsonl").read_text().splitlines()]
+    assert [line.get("images") for line in lines] == [None, seen.images]
+    again = RecordStore(config, 1)
+    assert again.records == [plain, seen]
+    again.close()

@@ -17,7 +17,7 @@ from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
 from nemo_rl.data.processors import vlm_hf_data_processor
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.experience import trajectory_log
-from nemo_rl.experience.logged_images import image_text, logged_images, placed
+from nemo_rl.experience.logged_images import ImageLog, image_text, logged_images, placed
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.experience.trajectory_log import ShownAnswers, TrajectoryLog, turns_to_show
 
@@ -94,6 +94,12 @@ def test_a_terminal_names_the_images(
     ShownAnswers(number=2, period=1).show(1, [made])
     (line,) = [record.message for record in caplog.records]
     assert name in line and line.endswith("->  3")
+
+
+def test_a_small_photo_does_not_become_larger(tmp_path: Path, tokenizer: TokenizerType) -> None:
+    photo = write_picture(tmp_path / "a.jpg", (28, 28))
+    assert len(ImageLog(tmp_path).write(sample(tokenizer, photo))) == 1
+    assert [path.suffix for path in (tmp_path / "images").iterdir()] == [".jpg"]
 
 
 def message(content: str, role: str = "user") -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,18 @@ def test_a_difference_of_the_episode_is_told():
     )
     assert earlier.diverged == "the episode ends 1 responses earlier than the stored one" and earlier.reward == 0.0
     assert observed.diverged == "an observation differs from the stored one" and observed.reward == 1.0
+
+
+def test_an_observation_with_an_image_is_compared_as_it_is_stored():
+    class Showing(Guessing):
+        async def step(self, message_log, metadata):
+            shown = [{"type": "image", "image": "board.png"}, {"type": "text", "text": "again"}]
+            step = await super().step(message_log, metadata)
+            return replace(step, observation={"role": "environment", "content": shown})
+
+    for text, diverged in (("<image>again", None), ("again", "an observation differs from the stored one")):
+        (graded,) = replayed(Showing(most_turns=2), stored("8", text, "7"))
+        assert (graded.reward, graded.diverged, graded.error) == (1.0, diverged, None)
 
 
 def test_a_judge_reads_the_chat_and_the_first_observation():
