@@ -16,7 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    Qwen2_5_VLConfig,
+    Idefics2Config,
 )
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
@@ -131,11 +131,9 @@ def test_the_parts_of_a_model_with_a_tower(folder) -> None:
 
 
 def test_a_checkpoint_without_a_language_model_is_refused_before_any_worker(tmp_path) -> None:
-    Qwen2_5_VLConfig(vision_config={"depth": 1}).save_pretrained(tmp_path)
+    Idefics2Config().save_pretrained(tmp_path)
     config = PolicyConfig.build(model_name=str(tmp_path), generation={"backend": "hf"})
-    with pytest.raises(
-        ConfigError, match=r"\(qwen2_5_vl\) reads more than text, and transformers has no language model"
-    ):
+    with pytest.raises(ConfigError, match=r"\(idefics2\) reads more than text, and transformers has no language model"):
         check_engine_model(config, ClusterConfig.build(device="cpu"))
 
 
