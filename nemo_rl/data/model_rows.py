@@ -157,7 +157,7 @@ class RowInputs:
             DataError: tokens of an image are missing, or the row has more of them.
         """
         if self.images is not None:
-            self.images.require(token_ids.tolist())
+            self.images.ranges(token_ids.tolist())
 
     @property
     def argument_names(self) -> list[str]:

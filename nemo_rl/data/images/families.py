@@ -128,19 +128,25 @@ class QwenImages(ImageFamily):
         width = self.channels * self.temporal * self.patch**2
         return {"pixel_values": ItemKind((width,)), "image_grid_thw": ItemKind((3,), torch.int64)}
 
+    @cached_property
+    def _pixels(self) -> tuple[int, int]:
+        """Return the smallest and the largest number of pixels of a resized image."""
+        size = json.loads(self.settings)["size"]
+        return size["shortest_edge"], size["longest_edge"]
+
     def grid(self, image: Image) -> tuple[int, int]:
         """Return the numbers of rows and columns of an image's patches."""
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-        size = json.loads(self.settings)["size"]
+        fewest, most = self._pixels
         width, height = image.size
         try:
             rows, columns = smart_resize(
                 height,
                 width,
                 factor=self.patch * self.merge,
-                min_pixels=size["shortest_edge"],
-                max_pixels=size["longest_edge"],
+                min_pixels=fewest,
+                max_pixels=most,
             )
         except ValueError as error:
             raise DataError(f"{image} does not fit the model: {error}") from None
@@ -264,8 +270,8 @@ class IdeficsImages(ImageFamily):
     def tensors_of(self, image: Image) -> dict[str, Tensor]:
         """Return the tiles, of which the last one is the whole image."""
         made = self.processed(image)
-        tiles, (rows, columns) = made["pixel_values"][0].float(), self._grid(image)
-        expected = (rows * columns + 1, self.channels, self.tile, self.tile)
+        tiles = made["pixel_values"][0].float()
+        expected = (self.num_tiles(image), self.channels, self.tile, self.tile)
         if tuple(tiles.shape) != expected or not made["pixel_attention_mask"].all():
             raise DataError(f"{image}: the image processor made {list(tiles.shape)}, not {list(expected)} full tiles.")
         return {"pixel_values": tiles}

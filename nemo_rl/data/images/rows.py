@@ -5,7 +5,7 @@
                 ▼                                       ▼
          engine: tokens, ranges, items           trainer: arguments of the forward pass
 
-Invariant: the tokens of a row have one placeholder for each feature of its images. `require` checks this before each
+Invariant: the tokens of a row have one placeholder for each feature of its images. `ranges` checks this before each
 use, so an image that was forgotten, added or cut is found before a model reads the row.
 """
 
@@ -87,14 +87,6 @@ class RowImages:
             named[found.start : found.stop] = [-int(image.digest[:15], 16) - 1] * len(found.tokens)
         return named
 
-    def require(self, token_ids: Sequence[int]) -> None:
-        """Check that a row has exactly the tokens of its images.
-
-        Raises:
-            DataError: raised by `ranges`.
-        """
-        self.ranges(token_ids)
-
     def followed_by(self, images: Sequence[Image]) -> "RowImages":
         """Return these images and those of a later message."""
         return RowImages(self.family, (*self.images, *images))
@@ -144,7 +136,7 @@ def require_images(token_ids: Sequence[int], inputs: RowInputs | None, media_tok
         DataError: images or placeholders are missing.
     """
     if inputs is not None and inputs.images is not None:
-        inputs.images.require(token_ids)
+        inputs.images.ranges(token_ids)
     elif (inputs is None or not inputs.inputs) and not set(media_tokens).isdisjoint(token_ids):
         raise DataError(
             "A row has placeholders of images but no images. Its data processor must return them in row_inputs, as "
