@@ -168,6 +168,32 @@ class GeneratedDataset(RawDataset):
         raise NotImplementedError
 
 
+class GeneratedRows(Sequence[FormattedRow]):
+    """Formatted rows, each of which is generated from its index when it is read.
+
+    Args:
+        split: "train" or "validation".
+        num_samples: Number of rows.
+        seed: Seed from which the rows' seeds are derived.
+        task_name: Task name of every row.
+    """
+
+    def __init__(self, split: str, num_samples: int, seed: int, task_name: str | None) -> None:
+        self._split = split
+        self._num_samples = num_samples
+        self._seed = seed
+        self._task_name = task_name
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._row(range(self._num_samples)[position])
+
+    def _row(self, index: int) -> FormattedRow:
+        raise NotImplementedError
+
+
 class FormattedRows(Sequence[FormattedRow]):
     """The usable rows of a table, which are formatted when they are read.
 

@@ -5,7 +5,7 @@ set needs one line in `DATASET_REGISTRY`, or a class with one method.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,14 @@ from nemo_rl.data.datasets.conversation_datasets import (
 from nemo_rl.data.datasets.hub import AnsweredDataset, HubSource, load_table
 from nemo_rl.data.datasets.image_datasets import IMAGE_REGISTRY
 from nemo_rl.data.datasets.nemo_gym import NemoGymDataset
-from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, GeneratedDataset, RawDataset, Row
+from nemo_rl.data.datasets.raw_dataset import (
+    FormattedRow,
+    FormattedRows,
+    GeneratedDataset,
+    GeneratedRows,
+    RawDataset,
+    Row,
+)
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
 from nemo_rl.data.datasets.rows.shapes import ShapesDataset
 from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of
@@ -37,25 +44,10 @@ _DROPPED_BITS = 33
 """Number of dropped bits: seeds have 31 bits, as simulators may refuse larger ones. The last bit is the split."""
 
 
-class EpisodeRows(Sequence[FormattedRow]):
-    """Seeds as formatted rows with empty `messages`, and with `seed` and `split` in `extra_env_info`.
+class EpisodeRows(GeneratedRows):
+    """Seeds as formatted rows with empty `messages`, and with `seed` and `split` in `extra_env_info`."""
 
-    Args:
-        split: "train" or "validation".
-        seed: seed from which the rows' seeds are derived.
-    """
-
-    def __init__(self, split: str, num_samples: int, seed: int, task_name: str | None) -> None:
-        self._split = split
-        self._num_samples = num_samples
-        self._seed = seed
-        self._task_name = task_name
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, position: Any) -> Any:
-        index = range(self._num_samples)[position]
+    def _row(self, index: int) -> FormattedRow:
         drawn = derive_seed(self._seed, "episodes", self._split, index) >> _DROPPED_BITS
         info = {"seed": 2 * drawn + (self._split == VALIDATION), "split": self._split}
         return {"messages": [], "extra_env_info": info, "task_name": self._task_name}

@@ -5,15 +5,13 @@ is in both splits.
 """
 
 import io
-from collections.abc import Sequence
-from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.arithmetic import DEFAULT_NUM_SAMPLES, TRAIN, VALIDATION, VALIDATION_ONE_IN
-from nemo_rl.data.datasets.raw_dataset import FormattedRow, GeneratedDataset
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, GeneratedDataset, GeneratedRows
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
 
@@ -27,29 +25,13 @@ _BACKGROUND = 255
 _DARKEST, _LIGHTEST = 0, 160
 
 
-class ShapesRows(Sequence[FormattedRow]):
+class ShapesRows(GeneratedRows):
     """Pictures of 1 to 4 boxes as formatted rows: `messages`, `answer` ("3"), `task_name`.
 
     The user's message has an image part with the bytes of a PNG file of 28 x 28 pixels, and a text part.
-
-    Args:
-        split: "train" or "validation".
-        num_samples: Number of pictures.
-        seed: Seed from which the pictures' seeds are derived.
-        task_name: Task name of every row.
     """
 
-    def __init__(self, split: str, num_samples: int, seed: int, task_name: str | None) -> None:
-        self._split = split
-        self._num_samples = num_samples
-        self._seed = seed
-        self._task_name = task_name
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, position: Any) -> Any:
-        index = range(self._num_samples)[position]
+    def _row(self, index: int) -> FormattedRow:
         pixels, count = self.draw(index)
         image = {"type": "image", "image": {"bytes": png_bytes(pixels), "path": None}}
         question = {"role": "user", "content": [image, {"type": "text", "text": QUESTION}]}
