@@ -128,10 +128,10 @@ class CodeJaccardEnvironmentConfig(Section):
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
-    graded = MathEnvironmentConfig | RewardFunctionsConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
-    graded |= VLMEnvironmentConfig
+    rewarded = MathEnvironmentConfig | RewardFunctionsConfig | VLMEnvironmentConfig
+    graded = CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
     with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection | VerifiersConfig
-    if isinstance(section, graded | with_turns):
+    if isinstance(section, rewarded | graded | with_turns):
         return section.stop_strings
     return section.get("stop_strings") if section and kind_by_keys(name or "", section) else None
 

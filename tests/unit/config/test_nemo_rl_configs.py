@@ -184,7 +184,6 @@ WITHOUT_EFFECT = {
         "policy.sequence_packing.fuse_loss=true",
         "policy.dtensor_cfg.automodel_kwargs.backend={_target_: a.b, attn: te}",
         "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel=true",
-        "policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_vision_tower=true",
         "policy.dtensor_cfg.defer_fsdp_grad_sync=true",
         "checkpointing.is_peft=true",
     ),
@@ -200,12 +199,8 @@ NOT_BUILT = {
         "policy.megatron_cfg.optimizer.fp16=true",
         "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
         "policy.generation.mcore_generation_config.expose_http_server=true",
-        "policy.generation.vllm_cfg.limit_mm_per_prompt={image: 1}",
         "policy.generation.backend=trtllm",
-        "policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model=true",
-        "policy.megatron_cfg.freeze_config.freeze_language_model=true",
         "policy.quant_cfg=a.yaml",
-        "policy.is_vlm=true",
         "policy.dequantize_base_checkpoint=true",
         "grpo.adv_estimator.name=opd",
         "async_rl.generation_router={enabled: true}",
@@ -422,7 +417,7 @@ def test_unsupported_keys_are_refused_by_name(tmp_path: Path, algorithm: str) ->
 
 
 def test_unsupported_data_and_environments_are_refused(tmp_path: Path) -> None:
-    changes = ("data.train={dataset_name: refcoco}", "data.default.env_name=vlm", "env={vlm: {}, math: {}}")
+    changes = ("data.train={dataset_name: avqa}", "data.default.env_name=mmau", "env={mmau: {}, math: {}}")
     found = collect_errors(written(tmp_path, "grpo", *changes), "grpo")
     assert len(found) == 2 and all("not built yet" in text for text in found)
     assert {text.split("=")[0] for text in found} == {"data.train.env_name", "data.train.dataset_name"}

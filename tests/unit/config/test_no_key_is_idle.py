@@ -64,7 +64,13 @@ TAKEN_BY_ANOTHER = {
 
 READ_FROM_A_DICT = {
     f"{section}.{key}"
-    for section in ("MathEnvironmentConfig", "AgentEnvironmentConfig", "NemoGymConfig")
+    for section in (
+        "MathEnvironmentConfig",
+        "RewardFunctionsConfig",
+        "VLMEnvironmentConfig",
+        "AgentEnvironmentConfig",
+        "NemoGymConfig",
+    )
     for key in WORKER_KEYS
     if (section, key) != ("NemoGymConfig", "num_workers")
 }
@@ -176,8 +182,8 @@ PLANTED = {
     ),
     "env.math.stop_strings": (
         ("config/schema/env.py", "section.stop_strings", "None"),
-        {f"{name}EnvironmentConfig.stop_strings" for name in ("Math", "CodeJaccard", "Tool", "RAG")}
-        | {"VerifiersConfig.stop_strings"},
+        {f"{name}EnvironmentConfig.stop_strings" for name in ("Math", "VLM", "CodeJaccard", "Tool", "RAG")}
+        | {"RewardFunctionsConfig.stop_strings", "VerifiersConfig.stop_strings"},
     ),
     "data.*.processor": (
         ("data/datasets/setup.py", "entry.processor", "None"),

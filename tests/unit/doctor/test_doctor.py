@@ -278,7 +278,7 @@ def test_the_table_has_a_line_for_each_check_and_what_to_do(
 @pytest.mark.parametrize("file", sorted((ROOT / "examples/configs").rglob("*.yaml")), ids=lambda file: file.name)
 def test_the_algorithm_is_inferred_from_the_sections(file: Path) -> None:
     named = re.split("[-_.]", file.stem)[0]
-    variants = {"gdpo": "grpo", "prorlv2": "grpo"}
+    variants = {"gdpo": "grpo", "prorlv2": "grpo", "vlm": "grpo"}
     assert algorithm_of(file) == ("eval" if file.parent.name == "evals" else variants.get(named, named))
 
 
