@@ -191,8 +191,10 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return self.dataset[idx]
 
 
-def _kind(value: Any) -> str:
-    """Return the type name of a value that JSON cannot represent."""
+def _described(value: Any) -> str:
+    """Return the hash of bytes, such as those of an image, or the type name of a value that JSON cannot represent."""
+    if isinstance(value, bytes | bytearray):
+        return hashlib.sha256(value).hexdigest()
     return type(value).__qualname__
 
 
@@ -246,7 +248,8 @@ class MixedDataset(Dataset[DatumSpec]):
         """Return a checksum of the rows and their order, before they are processed.
 
         If there are more than `CHECKED_ROWS` rows, only this many are read, at equal distances. For data sets that a
-        program passes as objects, only the number of rows is included.
+        program passes as objects, only the number of rows is included. Of images in rows their bytes count, and of
+        images in files only the paths.
         """
         total = len(self)
         chosen = range(total) if total <= CHECKED_ROWS else np.linspace(0, total - 1, CHECKED_ROWS).astype(int).tolist()
@@ -255,7 +258,7 @@ class MixedDataset(Dataset[DatumSpec]):
             part, position = self._find(idx)
             source = getattr(part, "source", None)
             if source is not None:
-                digest.update(json.dumps(source(position), sort_keys=True, default=_kind).encode() + b"\n")
+                digest.update(json.dumps(source(position), sort_keys=True, default=_described).encode() + b"\n")
         return digest.hexdigest()
 
     @property

@@ -16,6 +16,7 @@ from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import SFTMasterConfig, load_config
 from nemo_rl.data.datasets import processed_dataset
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
+from nemo_rl.data.datasets.rows.shapes import ShapesRows
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -49,10 +50,10 @@ def start(folder: Path, *overrides: str, num_rows: int = ROWS, rows: Sequence[An
     return open_folders(config, config.models, MixedDataset([part]), ExitStack())
 
 
-def save(folder: Path, step: int, *overrides: str) -> Path:
+def save(folder: Path, step: int, *overrides: str, rows: Sequence[Any] | None = None) -> Path:
     """Write a checkpoint as a run with these overrides would."""
     config = config_of(folder, *overrides)
-    checkpoints = start(folder, *overrides, "checkpointing.allow_changed=[policy,sft,data]").checkpoints
+    checkpoints = start(folder, *overrides, "checkpointing.allow_changed=[policy,sft,data]", rows=rows).checkpoints
     path = checkpoints.init_tmp_checkpoint(step, {"total_steps": step}, config)
     torch.save({"epoch": 0, "loader": {"num_rows": ROWS}}, path / "train_dataloader.pt")
     for part in ("weights", "optimizer") if config.checkpointing.save_optimizer else ("weights",):
@@ -77,6 +78,16 @@ def test_other_rows_of_the_same_number_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=r"(?s)as many rows as when .*step_2 was written.*allow_changed=\[data"):
             start(tmp_path, rows=others)
         start(tmp_path, "checkpointing.allow_changed=[data.train]", rows=others)
+
+
+def test_rows_that_differ_only_in_the_bytes_of_an_image_are_refused(tmp_path):
+    rows, others = [*ShapesRows("train", ROWS, 1, None)], [*ShapesRows("train", ROWS, 1, None)]
+    image = others[50]["messages"][0]["content"][0]["image"]
+    image["bytes"] = image["bytes"][:-1] + bytes([image["bytes"][-1] ^ 1])
+    save(tmp_path, 2, rows=rows)
+    start(tmp_path, rows=[*ShapesRows("train", ROWS, 1, None)])
+    with pytest.raises(ConfigError, match="their content or order differs"):
+        start(tmp_path, rows=others)
 
 
 def test_of_many_rows_some_at_equal_distances_count(monkeypatch):
