@@ -5,8 +5,8 @@
     images/DIGEST.jpg   the same with losses, if the original is a JPEG file or has a side of more than 256 pixels
 
 Pictures of more than 256 pixels are made smaller, because a log must not become a copy of a data set. Pictures have no
-metadata of the original files, such as places and names of cameras. Invariant: a picture is written once for all
-samples and steps of a folder.
+metadata of the original files, such as places and names of cameras. Invariants: a picture is written once for all
+samples and steps of a folder, and a picture that cannot be written costs only itself.
 """
 
 import io
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from nemo_rl.files.writing import write_atomically
+from nemo_rl.files.writing import OptionalOutput, write_atomically
 
 if TYPE_CHECKING:
     from nemo_rl.data.images.image import Image
@@ -72,18 +72,21 @@ class ImageLog:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._written: set[str] = set()
+        self._output = OptionalOutput(f"Pictures of images in {self._folder}")
 
     def write(self, row: "Trajectory") -> list[LoggedImage]:
         """Write the pictures of a conversation that are not written yet, and return its images.
 
+        Pictures that cannot be written are tried again with the next sample that has them.
+
         Raises:
-            OSError: a picture cannot be written.
         """
         images = _images_of(row)
         for image in () if images is None else images.images:
             if image.digest not in self._written:
-                self._write(image)
-                self._written.add(image.digest)
+                with self._output.attempt():
+                    self._write(image)
+                    self._written.add(image.digest)
         return logged_images(row)
 
     def _write(self, image: "Image") -> None:

@@ -51,5 +51,5 @@ class OptionalOutput:
             if not self._has_warned:
                 self._has_warned = True  # before the warning, which the run's log writes to its own output
                 logger.warning(
-                    "%s cannot be written: %s. Training continues; this output is incomplete.", self._name, error
+                    "%s cannot be written: %s. The run continues; this output is incomplete.", self._name, error
                 )

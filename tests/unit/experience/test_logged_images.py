@@ -2,10 +2,12 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image as Pictures
@@ -23,6 +25,7 @@ from nemo_rl.experience.trajectory_log import ShownAnswers, TrajectoryLog, turns
 
 pytest.importorskip("torchvision")
 
+RamDisk = Callable[[str], AbstractContextManager[Path]]
 TINY = Path(__file__).resolve().parents[3] / "examples/assets/tiny-vision"
 
 
@@ -80,6 +83,32 @@ def test_lines_name_their_images_and_each_picture_is_written_once(tmp_path: Path
         start, stop = image["tokens"]
         assert set(tokens[start:stop]) == {family.placeholder} != {tokens[start - 1]} and tokens[stop] != tokens[start]
     assert [each.row["sample"] for each in read_samples(folder / "train_data_step1.jsonl")] == [0, 1, 2]
+
+
+def test_a_full_disk_costs_pictures_but_no_lines(
+    tmp_path: Path, tokenizer: TokenizerType, ram_disk: RamDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [str(tmp_path / f"{seed}.png") for seed in range(8)]
+    for seed, path in enumerate(paths):  # noise, of which a picture takes about 38 kB
+        pixels = np.random.default_rng(seed).integers(0, 256, (112, 112, 3), dtype=np.uint8)
+        Pictures.fromarray(pixels).save(path)
+    samples = [sample(tokenizer, path, number=number) for number, path in enumerate(paths)]
+    with ram_disk("size=256k") as disk:
+        log = TrajectoryLog(disk, enabled=True)
+        filling = disk / "filling"
+        filling.write_bytes(bytes(100_000))
+        log.write_validation(1, samples)
+        assert len(lines_of(disk / "val_data_step1.jsonl")) == 8
+        whole = [*(disk / "images").iterdir()]
+        assert 0 < len(whole) < 8 and {path.suffix for path in whole} == {".png"}
+        assert {Pictures.open(path).copy().size for path in whole} == {(112, 112)}
+        assert [record.message for record in caplog.records] == [
+            f"Pictures of images in {disk}/images cannot be written: [Errno 28] No space left on device. The run "
+            "continues; this output is incomplete."
+        ]
+        filling.unlink()
+        log.write_validation(2, samples[:5])
+        assert len([*(disk / "images").iterdir()]) == 5
 
 
 def test_a_terminal_names_the_images(

@@ -469,7 +469,7 @@ def test_a_full_log_disk_loses_numbers_with_one_warning_per_file(tmp_path, caplo
     logger.close()
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
-        "JsonlLogger cannot be written: [Errno 28] No space left on device. Training continues; this output is "
+        "JsonlLogger cannot be written: [Errno 28] No space left on device. The run continues; this output is "
         "incomplete."
     ]
     assert sum("loss=0.25" in record.message for record in caplog.records) == 3
