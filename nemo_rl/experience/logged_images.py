@@ -78,8 +78,6 @@ class ImageLog:
         """Write the pictures of a conversation that are not written yet, and return its images.
 
         Pictures that cannot be written are tried again with the next sample that has them.
-
-        Raises:
         """
         images = _images_of(row)
         for image in () if images is None else images.images:

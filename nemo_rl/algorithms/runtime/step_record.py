@@ -1,6 +1,7 @@
 """Record training steps for `nemo_rl replay`, which repeats them and compares every part.
 
-    step_<N>.pt     rollouts, and the values of each token that the stages and the update computed
+    step_<N>.pt     rollouts, and the values of each token that the stages and the update computed; the file of each
+                    image of the rollouts once
     step_<N>.json   configuration, versions, a summary of each sample, and the fingerprints of the model's tensors
 
 Only steps that can be repeated are recorded: the first step, and each step after a checkpoint. Invariants: a step is
@@ -179,7 +180,14 @@ def _identity(row: Trajectory) -> dict[str, Any]:
         "reward": row.reward,
         "penalized_reward": row.penalized_reward,
         "outcome": str(row.outcome),
+        **({"images": digests} if (digests := image_digests(row)) else {}),
     }
+
+
+def image_digests(row: Trajectory) -> list[str]:
+    """Return the hash of each image of a row, in the order of its tokens."""
+    images = None if row.row_inputs is None else row.row_inputs.images
+    return [] if images is None else [image.digest for image in images.images]
 
 
 def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, Any]) -> None:

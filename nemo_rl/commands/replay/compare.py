@@ -90,6 +90,7 @@ _IN_SHORT = {
     "sample": "its number among the samples of the prompt",
     "branch": "its conversation",
     "task_name": "its environment",
+    "images": "the hashes of its images",
     "input_ids": "its tokens",
     "token_mask": "which of its tokens count",
     "generation_logprobs": "the engine's log-probabilities",
@@ -142,9 +143,9 @@ def sample_name(row: Mapping[str, Any]) -> str:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe in which way a row differs, or return "" if it does not."""
     return ", ".join(
-        said if name in SAMPLED else f"{said} is {now[name]}, recorded {before[name]}"
+        said if name in SAMPLED else f"{said} is {now.get(name)}, recorded {before.get(name)}"
         for name, said in _IN_SHORT.items()
-        if before[name] != now[name]
+        if before.get(name) != now.get(name)
     )
 
 

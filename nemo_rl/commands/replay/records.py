@@ -16,7 +16,7 @@ from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.regular_file import read_text
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.policy.update_records import UpdateRecord
-from nemo_rl.utils.errors import ReplayError
+from nemo_rl.utils.errors import DataError, ReplayError
 
 _NEEDED = ("weight_version", "checkpoint", "loss_fn", "config", "samples", "environment", "code", "layout", "updates")
 
@@ -90,7 +90,7 @@ def _damage_told(file: Path) -> Iterator[None]:
     """Name the file in errors about the content of a record."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, DataError) as error:
         raise ReplayError(
             f"{file} is damaged, or another version wrote it: {type(error).__name__}: {error}. Record the step again."
         ) from error

@@ -31,6 +31,7 @@ from nemo_rl.commands.replay.records import RecordedStep, Step
 from nemo_rl.config import GRPOMasterConfig, busy_engines, load_config, public_values
 from nemo_rl.config.rules.resume import changed_keys
 from nemo_rl.data.datasets.setup import RunData
+from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.environments.registry import env_class_path
@@ -93,8 +94,8 @@ def _difference(trajectory: Trajectory, data: RunData) -> str | None:
     """Describe how a prompt differs from its row, or return None if it does not."""
     if trajectory.idx >= len(data.train):
         return f"the data has {len(data.train)} rows"
-    recorded = _tokens(trajectory)
-    prompt = torch.cat([message["token_ids"] for message in data.train[trajectory.idx]["message_log"]])
+    recorded, row = _tokens(trajectory), data.train[trajectory.idx]
+    prompt = torch.cat([message["token_ids"] for message in row["message_log"]])
     width = min(len(prompt), len(recorded))
     wrong = (prompt[:width] != recorded[:width]).nonzero()
     if len(wrong):
@@ -102,7 +103,17 @@ def _difference(trajectory: Trajectory, data: RunData) -> str | None:
         return f"token {place} is {int(prompt[place])} in the data, and {int(recorded[place])} was recorded"
     if len(prompt) != trajectory.prompt_length:
         return f"it has {len(prompt)} tokens in the data, and {trajectory.prompt_length} were recorded"
-    return None
+    return _image_difference(trajectory, row.get(ROW_INPUTS))
+
+
+def _image_difference(trajectory: Trajectory, inputs: RowInputs | None) -> str | None:
+    """Describe how the images of a prompt differ from those of its row, which has the same tokens."""
+    if inputs is None or inputs.images is None or trajectory.row_inputs is None or trajectory.row_inputs.images is None:
+        return None
+    # A sample has the images of its prompt first, and then those of observations.
+    pairs = zip(inputs.images.images, trajectory.row_inputs.images.images, strict=False)
+    wrong = next((number for number, (now, before) in enumerate(pairs, 1) if now.digest != before.digest), None)
+    return None if wrong is None else f"image {wrong} has another content or size in the data"
 
 
 def _tokens(trajectory: Trajectory) -> Tensor:

@@ -82,9 +82,18 @@ class Image:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Image":
-        """Return the image of a `state_dict`."""
-        values = {**state, "size": (int(state["size"][0]), int(state["size"][1]))}
-        return _one_per_process(cls(**values))
+        """Return the image of a `state_dict`.
+
+        Raises:
+            DataError: the stored file is not the one that `digest` names.
+        """
+        known = _KNOWN.get(state["digest"])
+        if known is not None:
+            return known
+        image = cls(**{**state, "size": (int(state["size"][0]), int(state["size"][1]))})
+        if _digest(image.encoded, image.size if image.resized else None) != image.digest:
+            raise DataError(f"the stored file of {image} is not the one that its hash names")
+        return _one_per_process(image)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Image":
         return self
@@ -137,12 +146,17 @@ def load_image(part: Mapping[str, Any], limits: ImagesConfig) -> Image:
             f"{limits.max_megabytes:g}"
         )
     wanted = _requested_size(part)
-    digest = hashlib.sha256(encoded + repr(wanted).encode()).hexdigest()
+    digest = _digest(encoded, wanted)
     known = _KNOWN.get(digest)
     if known is not None:
         return known
     size = _checked_size(encoded, source, limits)
     return _one_per_process(Image(encoded, digest, wanted or size, source, resized=wanted is not None))
+
+
+def _digest(encoded: bytes, wanted: tuple[int, int] | None) -> str:
+    """Return the hash that names an image, of its file and of the width and height that a row requests."""
+    return hashlib.sha256(encoded + repr(wanted).encode()).hexdigest()
 
 
 def _read(value: Any, limits: ImagesConfig) -> tuple[bytes, str]:
