@@ -1,12 +1,26 @@
 """Models that read images, trained end to end on the CPU: GRPO, SFT, DPO, and the checkpoint in plain transformers."""
 
 import json
+import random
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from example_runs import REPOSITORY, StartExample, of_training, read_metrics
+from example_runs import (
+    REPOSITORY,
+    ExampleRun,
+    Metrics,
+    StartExample,
+    of_training,
+    read_metrics,
+    run_environment,
+)
 from PIL import Image as Pictures
+from small_disk import fill, small_disk
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from nemo_rl.__main__ import main
@@ -28,6 +42,15 @@ AHEAD = (
     "grpo.overlap.in_flight_weight_updates=true",
     "loss_fn.use_importance_sampling_correction=true",
 )
+IN_ORDER = (
+    "grpo.overlap.mode=ahead",
+    "grpo.overlap.order=in_order",
+    "grpo.overlap.in_flight_weight_updates=false",
+    "grpo.overlap.max_age_steps=2",
+)
+"""Sampling ahead in a fixed order, which a killed run repeats."""
+LONGEST_WAIT_S = 0.8
+"""A run is killed up to so many seconds after a step."""
 MODES = {
     "ahead": AHEAD,
     "two ranks": ("cluster.ranks_per_node=2",),
@@ -62,6 +85,97 @@ def test_a_stopped_run_with_images_repeats_the_plain_run_bit_for_bit(
     assert len(metrics[0]) > 20
     assert weights(tmp_path / "plain/step_4") == weights(tmp_path / "stopped/step_4")
     AutoProcessor.from_pretrained(tmp_path / "plain/step_4/policy/weights/model")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_with_images_that_is_killed_at_random_moments_repeats_the_plain_run_bit_for_bit(
+    start_example: StartExample, tmp_path: Path, seed: int
+) -> None:
+    """Metrics, samples with their tokens and images, weights and optimizer are equal."""
+    draws = random.Random(seed)
+    overrides = (*FEW, *(IN_ORDER if seed == 2 else ()), "grpo.max_num_steps=6", "checkpointing.save_period=2")
+
+    def start(name: str, logs: str) -> ExampleRun:
+        folder = f"checkpointing.checkpoint_dir={tmp_path}/{name}"
+        return start_example("run_vlm_grpo.py", CONFIG, *overrides, folder, logs=logs)
+
+    plain = start("plain", "plain")
+    assert plain.finish() == 0, plain.log()[-3000:]
+    logs = []
+    for kill, step in enumerate((1, 3, 5)):
+        run = start("killed", f"killed_{kill}")
+        logs.append(run.log_dir)
+        run.wait_for(f"step {step}/6")
+        time.sleep(draws.uniform(0, LONGEST_WAIT_S))
+        run.processes()
+        run.process.kill()
+        assert run.finish() != 0, "the run ended before it was killed: the wait is too long"
+        assert run.survivors() == []
+    run = start("killed", "resumed")
+    assert run.finish() == 0, run.log()[-3000:]
+    assert "Resuming from" in run.log()
+    found: Metrics = {}
+    for folder in (*logs, run.log_dir):
+        found |= of_training(read_metrics(folder))
+    assert found == of_training(read_metrics(plain.log_dir))
+    assert samples_of(*logs, run.log_dir) == (expected := samples_of(plain.log_dir))
+    assert len(expected) == 6
+    weights_of_both = weights(tmp_path / "plain/step_6"), weights(tmp_path / "killed/step_6")
+    assert weights_of_both[0] == weights_of_both[1]
+    assert {"weights", "optimizer"} <= {name.split("/")[1] for name in weights_of_both[0]}
+
+
+@pytest.mark.long
+def test_a_full_disk_leaves_no_half_files_and_the_run_resumes(start_example: StartExample, tmp_path: Path) -> None:
+    with small_disk(tmp_path, "60m") as disk:
+        places = (f"logger.log_dir={disk}/logs", f"checkpointing.checkpoint_dir={disk}/checkpoints")
+        overrides = (*FEW, "grpo.max_num_steps=6", "checkpointing.save_period=2", *places)
+        run = start_example("run_vlm_grpo.py", CONFIG, *overrides)
+        run.wait_for("step 2/6")
+        filling = fill(disk, leave_bytes=0)
+        assert run.finish() == 1, run.log()[-3000:]
+        for name in ("Pictures of images", "Conversations"):
+            assert re.search(rf"{name} in \S+ cannot be written: \[Errno 28\]", run.log())
+        assert re.search(r"CheckpointError: step_6 could not be written to \S+: no space left", run.log())
+        left = [path for path in disk.rglob("*") if path.name.endswith(".partial") or path.name.startswith("tmp_")]
+        pictures = [*disk.glob("logs/exp_001/images/*")]
+        assert left == []
+        assert pictures
+        assert {Pictures.open(path).copy().size for path in pictures} == {(28, 28)}
+        filling.unlink()
+        resumed = start_example("run_vlm_grpo.py", CONFIG, *overrides)
+        assert resumed.finish() == 0, resumed.log()[-3000:]
+        assert f"Resuming from {disk}/checkpoints/step_2" in resumed.log()
+
+
+@pytest.mark.long
+def test_recorded_steps_with_images_are_repeated_bit_for_bit(start_example: StartExample, tmp_path: Path) -> None:
+    recorded = ("logger.record_steps=true", "logger.record_modules=true", "checkpointing.save_period=1")
+    places = f"checkpointing.checkpoint_dir={tmp_path}/checkpoints"
+    run = start_example("run_vlm_grpo.py", CONFIG, *FEW, *recorded, places, "grpo.max_num_steps=2")
+    assert run.finish() == 0, run.log()[-3000:]
+
+    def replay(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "nemo_rl", "replay", str(run.log_dir), *arguments]
+        environment = run_environment() | {"PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        return done.returncode, done.stdout + done.stderr
+
+    for step in (1, 2):
+        status, output = replay(f"--step={step}")
+        assert status == 0, output
+        assert f"Step {step} is equal to that of the run, bit for bit." in output
+        assert "Not compared" not in output
+    status, output = replay("--step=2", "data.train.seed=7")
+    assert status == 1, output
+    assert "image 1 has another content or size in the data" in output
+
+
+def samples_of(*log_dirs: Path) -> dict[str, str]:
+    """Return the samples of each step, of the last run that trained on it."""
+    paths = (path for folder in log_dirs for path in folder.glob("exp_*/train_data_step*.jsonl"))
+    return {path.name: path.read_text() for path in paths}
 
 
 def test_engine_and_trainer_agree_with_shared_prompts(start_example: StartExample) -> None:
