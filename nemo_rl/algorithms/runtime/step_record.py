@@ -29,6 +29,7 @@ import nemo_rl
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.config import MasterConfig, public_values
 from nemo_rl.config.schema.logger import RECORDS_FOLDER
+from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.writing import OptionalOutput, write_atomically
 from nemo_rl.losses.loss_function import AnyLossFunction
@@ -180,14 +181,13 @@ def _identity(row: Trajectory) -> dict[str, Any]:
         "reward": row.reward,
         "penalized_reward": row.penalized_reward,
         "outcome": str(row.outcome),
-        **({"images": digests} if (digests := image_digests(row)) else {}),
+        **({"images": digests} if (digests := image_digests(row.row_inputs)) else {}),
     }
 
 
-def image_digests(row: Trajectory) -> list[str]:
+def image_digests(inputs: RowInputs | None) -> list[str]:
     """Return the hash of each image of a row, in the order of its tokens."""
-    images = None if row.row_inputs is None else row.row_inputs.images
-    return [] if images is None else [image.digest for image in images.images]
+    return [] if inputs is None or inputs.images is None else [image.digest for image in inputs.images.images]
 
 
 def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, Any]) -> None:

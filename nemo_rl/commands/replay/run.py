@@ -22,7 +22,7 @@ from nemo_rl.algorithms.recipe import Recipe
 from nemo_rl.algorithms.rollout.batches import num_stale_tokens
 from nemo_rl.algorithms.runtime.device_sharing import share_memory
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.runtime.step_record import code, environment, samples_in_short, stage_tensors
+from nemo_rl.algorithms.runtime.step_record import code, environment, image_digests, samples_in_short, stage_tensors
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import RankStarter, place_models, reserve, start_models
 from nemo_rl.algorithms.start import layout_of
@@ -31,7 +31,7 @@ from nemo_rl.commands.replay.records import RecordedStep, Step
 from nemo_rl.config import GRPOMasterConfig, busy_engines, load_config, public_values
 from nemo_rl.config.rules.resume import changed_keys
 from nemo_rl.data.datasets.setup import RunData
-from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs
+from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.environments.registry import env_class_path
@@ -103,16 +103,14 @@ def _difference(trajectory: Trajectory, data: RunData) -> str | None:
         return f"token {place} is {int(prompt[place])} in the data, and {int(recorded[place])} was recorded"
     if len(prompt) != trajectory.prompt_length:
         return f"it has {len(prompt)} tokens in the data, and {trajectory.prompt_length} were recorded"
-    return _image_difference(trajectory, row.get(ROW_INPUTS))
+    return _image_difference(trajectory, row)
 
 
-def _image_difference(trajectory: Trajectory, inputs: RowInputs | None) -> str | None:
+def _image_difference(trajectory: Trajectory, row: Mapping[str, Any]) -> str | None:
     """Describe how the images of a prompt differ from those of its row, which has the same tokens."""
-    if inputs is None or inputs.images is None or trajectory.row_inputs is None or trajectory.row_inputs.images is None:
-        return None
     # A sample has the images of its prompt first, and then those of observations.
-    pairs = zip(inputs.images.images, trajectory.row_inputs.images.images, strict=False)
-    wrong = next((number for number, (now, before) in enumerate(pairs, 1) if now.digest != before.digest), None)
+    pairs = zip(image_digests(row.get(ROW_INPUTS)), image_digests(trajectory.row_inputs), strict=False)
+    wrong = next((number for number, (now, before) in enumerate(pairs, 1) if now != before), None)
     return None if wrong is None else f"image {wrong} has another content or size in the data"
 
 
