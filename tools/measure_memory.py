@@ -262,7 +262,7 @@ def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int, loss_
         worker.train(rows, sizes, loss_fn, count_valid(data))
     return {
         "alive": before,
-        "peak": before + _highest(recorded),
+        "peak": before + highest_bytes(recorded),
         "resident": before + _status("VmHWM") - resident,
     }
 
@@ -279,7 +279,7 @@ def alive_bytes() -> float:
     return float(sum(storages.values()))
 
 
-def _highest(recorded: Any) -> float:
+def highest_bytes(recorded: Any) -> float:
     """Return the largest running sum of allocations minus releases."""
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = highest = 0

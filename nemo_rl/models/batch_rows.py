@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nemo_rl.data.common_prefixes import Path, Prefixes
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs
-from nemo_rl.data.packing import PROMPT_GROUPS
+from nemo_rl.data.packing import PROMPT_GROUPS, Patches
 from nemo_rl.data.routed_experts import ROUTED_EXPERTS, Experts, joined_experts, padded_experts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.divergence import sequence_errors
@@ -250,6 +250,14 @@ class BatchRows:
         found = Prefixes.of(tokens) if groups is None else Prefixes.of_groups(tokens, groups.tolist())
         return found if ROW_INPUTS not in batch else _around_images(found, tokens)
 
+    def patches(self) -> Patches | None:
+        """Return the patches of the rows' images, or None if no row may have images."""
+        if ROW_INPUTS not in self.batch:
+            return None
+        lengths = self.batch["input_lengths"].tolist()
+        rows = zip(self.batch["input_ids"], lengths, self.batch[ROW_INPUTS], strict=True)
+        return Patches([row.images.patches(ids[:n].tolist()) if row.images else [] for ids, n, row in rows])
+
     def num_written(self) -> Tensor:
         """Return the number of tokens per row that the policy wrote and a model predicts, `[B]`."""
         return self.batch["token_mask"][:, 1:].sum(1, dtype=torch.float64)
@@ -376,6 +384,13 @@ class StoredRows(BatchRows):
             if before == here >= 0:
                 shared[place] = path_before.shared(path)
         return Prefixes(order, shared)
+
+    @override
+    def patches(self) -> Patches | None:
+        # # The places of images are not needed, because stored rows with images share no tokens.
+        if ROW_INPUTS not in self.batch:
+            return None
+        return Patches([[(0, row.images.num_patches)] if row.images else [] for row in self.batch[ROW_INPUTS]])
 
     @override
     def num_written(self) -> Tensor:

@@ -287,6 +287,7 @@ def check_images(models: Mapping[str, Role], *, algorithm_reads_images: bool) ->
                 "use_processor if it is left out."
             )
         if not policy.is_vlm:
+            yield from _check_patches(name, policy)
             continue
         if name != "policy":
             yield f"{name}.is_vlm=true: only the policy reads images. Set {name}.tokenizer.use_processor=false."
@@ -295,6 +296,13 @@ def check_images(models: Mapping[str, Role], *, algorithm_reads_images: bool) ->
         if name == "policy":
             yield from _check_image_backend(policy)
             yield from _check_image_engine(policy)
+
+
+def _check_patches(name: str, policy: PolicyConfig) -> Findings:
+    for key in ("sequence_packing", "dynamic_batching"):
+        most = getattr(policy, key).max_patches
+        if most is not None:
+            yield f"{name}.{key}.max_patches={most} limits images, which {name}.is_vlm=false does not read. Remove it."
 
 
 def _check_image_backend(policy: PolicyConfig) -> Findings:

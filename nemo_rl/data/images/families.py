@@ -66,6 +66,10 @@ class ImageFamily:
         """Return the token ids that replace the placeholder of an image."""
         raise NotImplementedError
 
+    def num_patches(self, image: Image) -> int:
+        """Return the number of patches of an image that the model's tower reads."""
+        raise NotImplementedError
+
     def tensors_of(self, image: Image) -> dict[str, Tensor]:
         """Return the items of an image for each of `kinds`, `[n, ...]` on the CPU.
 
@@ -152,6 +156,11 @@ class QwenImages(ImageFamily):
             raise DataError(f"{image} does not fit the model: {error}") from None
         return rows // self.patch, columns // self.patch
 
+    def num_patches(self, image: Image) -> int:
+        """Return the number of patches of the grid."""
+        rows, columns = self.grid(image)
+        return rows * columns
+
     def tokens_of(self, image: Image) -> list[int]:
         """Return the placeholder for each feature."""
         rows, columns = self.grid(image)
@@ -221,6 +230,7 @@ class IdeficsImages(ImageFamily):
     Attributes:
         tile: height and width of a tile in pixels.
         features: number of features of a tile.
+        patches: number of patches of a tile.
         around: token ids before and after the features of a tile.
         whole: token ids that announce the tile with the whole image.
         parts: token ids that announce the tile in a row and a column, by row and column.
@@ -231,6 +241,7 @@ class IdeficsImages(ImageFamily):
 
     tile: int = 364
     features: int = 169
+    patches: int = 676
     around: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
     parts: tuple[tuple[tuple[int, ...], ...], ...] = ()
@@ -253,6 +264,10 @@ class IdeficsImages(ImageFamily):
         """Return the number of tiles of an image, with the one that shows all of it."""
         rows, columns = self._grid(image)
         return rows * columns + 1
+
+    def num_patches(self, image: Image) -> int:
+        """Return the number of patches of all tiles."""
+        return self.num_tiles(image) * self.patches
 
     def tokens_of(self, image: Image) -> list[int]:
         """Return the tokens of all tiles, each with the tokens that announce it."""
@@ -309,20 +324,47 @@ def _idefics(config: Any, settings: dict[str, Any], tokenizer: TokenizerType) ->
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     vision = config.vision_config
-    features = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+    patches = (vision.image_size // vision.patch_size) ** 2
     sides = range(1, _MOST_TILES + 1)
     return IdeficsImages(
         settings=json.dumps(settings, sort_keys=True),
         placeholder=config.image_token_id,
         never_sampled=media_tokens(config),
         tile=settings["max_image_size"]["longest_edge"],
-        features=features,
+        features=patches // config.scale_factor**2,
+        patches=patches,
         around=ids("<fake_token_around_image>"),
         whole=ids("<global-img>"),
         parts=tuple(tuple(ids(f"<row_{row}_col_{column}>") for column in sides) for row in sides),
         line=ids("\n"),
         last_line=ids("\n\n"),
     )
+
+
+@dataclass(frozen=True)
+class TowerInputs:
+    """Arguments of `get_image_features` of a model, for images without content."""
+
+    arguments: Mapping[str, Tensor]
+    """Tensors on the CPU, by name."""
+    num_patches: int
+    """Number of patches of the images."""
+    num_features: int
+    """Number of features of the images, each of which replaces a token."""
+
+
+def tower_inputs(config: PretrainedConfig, count: int) -> TowerInputs:
+    """Return `count` smallest images for the tower of a model, whose `model_type` is one of `FAMILIES`."""
+    vision: Any = config.vision_config
+    if config.model_type in ("idefics3", "smolvlm"):
+        patches = count * (vision.image_size // vision.patch_size) ** 2
+        tiles = torch.ones(1, count, vision.num_channels, vision.image_size, vision.image_size)
+        return TowerInputs({"pixel_values": tiles}, patches, patches // config.scale_factor**2)
+    merge, channels = vision.spatial_merge_size, getattr(vision, "in_channels", None) or vision.in_chans
+    patches = count * merge**2
+    pixels = torch.ones(patches, channels * vision.temporal_patch_size * vision.patch_size**2)
+    grid = torch.tensor([[1, merge, merge]]).repeat(count, 1)
+    return TowerInputs({"pixel_values": pixels, "image_grid_thw": grid}, patches, count)
 
 
 PROJECTORS = ("merger", "deepstack_merger_list", "connector")

@@ -77,6 +77,16 @@ class RowImages:
             )
         return found
 
+    @property
+    def num_patches(self) -> int:
+        """Return the number of patches that the model's tower reads."""
+        return sum(self.family.num_patches(image) for image in self.images)
+
+    def patches(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the index of the first token of each image in a row, and its number of patches."""
+        found = zip(self.ranges(token_ids), self.images, strict=True)
+        return [(tokens.start, self.family.num_patches(image)) for tokens, image in found]
+
     def named_tokens(self, token_ids: Sequence[int]) -> list[int]:
         """Return the token ids, with a negative number for each token of an image that depends on the image.
 

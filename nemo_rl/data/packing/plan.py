@@ -4,9 +4,10 @@ The policy follows the plan without decisions of its own. Invariant: every row a
 same number of non-empty microbatches (so that collectives match), and equal lengths lead to equal plans.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import batched
 
 import torch
 from torch import Tensor
@@ -38,28 +39,51 @@ def prefixes_of(column: Tensor) -> Prefixes:
 
 
 def divide_prefixes(
-    prefixes: Prefixes, lengths: Sequence[int], most_tokens: int, most_keys: int | None = None
+    prefixes: Prefixes,
+    lengths: Sequence[int],
+    most_tokens: int,
+    is_within: Callable[[Prefixes], bool] = lambda part: True,
 ) -> Iterator[Prefixes]:
-    """Divide rows into units that share few tokens, and that have limited numbers of tokens and keys.
+    """Divide rows into units that share few tokens, have a limited number of tokens, and are within other limits.
 
     Rows that share many tokens stay together: if a unit becomes too large, it ends before the row that shares the
     fewest tokens with the row before it. A single row may exceed the limits.
     """
-
-    def fits(part: Prefixes) -> bool:
-        few_keys = most_keys is None or part.keys(lengths) <= most_keys
-        return few_keys and part.tokens(lengths) <= most_tokens
-
     start = 0
     for place in range(1, len(prefixes.rows)):
         if prefixes.shared[place] == 0:
             yield prefixes.part(start, place)
             start = place
-        while start < place and not fits(prefixes.part(start, place + 1)):
+        while start < place:
+            part = prefixes.part(start, place + 1)
+            if part.tokens(lengths) <= most_tokens and is_within(part):
+                break
             cut = min(range(place, start, -1), key=prefixes.shared.__getitem__)
             yield prefixes.part(start, cut)
             start = cut
     yield prefixes.part(start, len(prefixes.rows))
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The patches of the images of each row of a batch, which are a cost of a microbatch besides its tokens.
+
+    A vision tower keeps the activations of each patch for the backward pass. A token of an image has several patches,
+    and a token of text has none.
+    """
+
+    of_rows: Sequence[Sequence[tuple[int, int]]]
+    """Index of the first token of each image of each row, and its number of patches."""
+
+    @property
+    def totals(self) -> list[int]:
+        """Return the number of patches of each row by itself."""
+        return [sum(count for _, count in images) for images in self.of_rows]
+
+    def of(self, prefixes: Prefixes) -> int:
+        """Return the number of patches of a layout in which rows share tokens. Shared images are counted once."""
+        rows = zip(prefixes.rows, prefixes.shared, strict=True)
+        return sum(count for row, shared in rows for first, count in self.of_rows[row] if first >= shared)
 
 
 @dataclass(frozen=True)
@@ -74,11 +98,17 @@ class TokenBudget:
     """Dynamic batching: rows of similar length share a padded microbatch.
 
     A microbatch of n rows costs n times the length of its longest row, rounded up to `round_to`. This cost is at most
-    `max_tokens`.
+    `max_tokens`. Its rows have at most `max_patches` patches of images; None for no limit.
     """
 
     max_tokens: int
     round_to: int = 1
+    max_patches: int | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Return the largest cost of a microbatch."""
+        return self.max_tokens
 
 
 @dataclass(frozen=True)
@@ -87,7 +117,8 @@ class Packed:
 
     Row lengths are rounded up to `round_to`, and the sum of a microbatch is at most `capacity`. If rows share tokens
     (`plan_prefixes`), it has at most `keys_per_token` x `capacity` attention keys. `keys_per_token` is at least 2, or
-    None for no limit. Microbatches are in the packer's order or, with `largest_first`, by decreasing length.
+    None for no limit. Its rows have at most `max_patches` patches of images; None for no limit. Microbatches are in the
+    packer's order or, with `largest_first`, by decreasing length.
     """
 
     capacity: int
@@ -95,6 +126,7 @@ class Packed:
     round_to: int = 1
     keys_per_token: int | None = None
     largest_first: bool = True
+    max_patches: int | None = None
 
     @property
     def most_keys(self) -> int | None:
@@ -136,24 +168,67 @@ class MicrobatchPlan:
 
 
 def plan_microbatches(
-    lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int = 1
+    lengths: Sequence[int],
+    num_shards: int,
+    strategy: MicrobatchStrategy,
+    group_size: int = 1,
+    patches: Sequence[int] | None = None,
 ) -> MicrobatchPlan:
     """Plan one global batch.
+
+    If the plan by tokens has a microbatch with too many patches of images, the batch is planned again by the larger
+    cost of each row's tokens and patches.
 
     Args:
         lengths: Number of tokens of each of the B rows.
         num_shards: Number of data-parallel ranks.
         strategy: How rows are grouped into microbatches.
         group_size: Number of consecutive rows that must be in the same microbatch, 2 for pairs of answers.
+        patches: Number of patches of images of each row. None if no row has images.
 
     Raises:
         DataError: The rows cannot be divided among shards and microbatches, or a row is longer than a microbatch may be
-            (the message names rows and lengths).
+            or has more patches (the message names rows and numbers).
 
     Example:
         >>> plan_microbatches([5, 3, 2, 6], 2, Packed(capacity=8)).shards
         [[[3, 2]], [[0, 1]]]
     """
+    plan = _plan_tokens(lengths, num_shards, strategy, group_size)
+    if patches is None or isinstance(strategy, FixedSize) or strategy.max_patches is None:
+        return plan
+    costs = _Costs(patches, strategy.max_patches)
+    if costs.hold(plan):
+        return plan
+    _check_patches([sum(group) for group in batched(patches, group_size)], strategy.max_patches)
+    return _plan_tokens(costs.added_to(lengths, strategy), num_shards, strategy, group_size)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """A cost of each of some units besides tokens, whose sum in a microbatch is limited."""
+
+    of_units: Sequence[int]
+    most: int
+
+    def hold(self, plan: MicrobatchPlan) -> bool:
+        """Return whether all microbatches of a plan are within the limit."""
+        return all(sum(self.of_units[unit] for unit in rows) <= self.most for shard in plan.shards for rows in shard)
+
+    def added_to(self, tokens: Sequence[int], strategy: "TokenBudget | Packed") -> list[int]:
+        """Return the larger cost of tokens and of this cost for each unit, in tokens.
+
+        A plan by this cost is within both limits.
+        """
+        capacity, most_tokens = strategy.capacity, strategy.capacity // strategy.round_to * strategy.round_to
+        scaled = [min(-(-cost * capacity // self.most), most_tokens) for cost in self.of_units]
+        return [max(pair) for pair in zip(tokens, scaled, strict=True)]
+
+
+def _plan_tokens(
+    lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int = 1
+) -> MicrobatchPlan:
+    """Plan one global batch by the numbers of tokens of its rows (`plan_microbatches`)."""
     if group_size > 1:
         return _plan_groups([int(length) for length in lengths], num_shards, strategy, group_size)
     if num_shards < 1:
@@ -186,74 +261,121 @@ def plan_microbatches(
     return _deal(bins, [_padded_tokens(costs, rows) for rows in bins], num_shards)
 
 
-def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
+@dataclass(frozen=True)
+class _Limit:
+    """A limited cost of prefix trees besides tokens."""
+
+    most: int
+    """Largest cost of a microbatch."""
+    cost: Callable[[Prefixes], int]
+    """Cost of a microbatch with the rows of a tree."""
+    most_added: Callable[[Prefixes], int]
+    """Largest cost that the rows of a tree can add to a microbatch with other rows."""
+
+    def holds(self, part: Prefixes) -> bool:
+        """Return whether the rows of a tree fit into a microbatch."""
+        return self.cost(part) <= self.most
+
+
+def _all_hold(limits: Sequence[_Limit], part: Prefixes) -> bool:
+    return all(limit.holds(part) for limit in limits)
+
+
+def plan_prefixes(
+    prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed, patches: Patches | None = None
+) -> MicrobatchPlan:
     """Plan rows that share tokens. A microbatch contains shared tokens only once.
 
     Whole trees need fewer tokens, but divided trees balance the shards better. Several divisions are tried. The plan
     whose busiest shard has the least work is used. Attention repeats the keys of shared tokens for each of their rows,
-    and the backward pass keeps these keys in memory. If a microbatch has too many keys, the batch is planned again with
-    keys as a cost.
+    and the backward pass keeps these keys in memory. If a microbatch has too many keys, or too many patches of images,
+    the batch is planned again with keys and patches as costs.
 
     Args:
         prefixes: tree of the tokens that the rows share.
         lengths: number of tokens of each row.
         num_shards: number of data-parallel ranks.
         strategy: how microbatches are packed.
+        patches: patches of the rows' images. None if no row has images.
 
     Raises:
         DataError: raised by `plan_microbatches`.
     """
-    plan = _plan_parts(prefixes, lengths, num_shards, replace(strategy, keys_per_token=None))
-    most = strategy.most_keys
-    batches = [rows for shard in plan.shards for rows in shard]
-    if most is None or all(prefixes.within(rows).keys(lengths) <= most for rows in batches):
+    plan = _plan_parts(prefixes, lengths, num_shards, strategy)
+    limits = _limits(prefixes, lengths, strategy, patches)
+    batches = [prefixes.within(rows) for shard in plan.shards for rows in shard]
+    if all(_all_hold(limits, rows) for rows in batches):
         return plan
-    return _plan_parts(prefixes, lengths, num_shards, strategy)
+    if patches is not None and strategy.max_patches is not None:
+        _check_patches(patches.totals, strategy.max_patches)
+    return _plan_parts(prefixes, lengths, num_shards, strategy, limits, patches)
 
 
-def _plan_parts(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
+def _limits(prefixes: Prefixes, lengths: Sequence[int], strategy: Packed, patches: Patches | None) -> Sequence[_Limit]:
+    """Return the limits of a strategy besides tokens."""
+    limits = []
+    if (most := strategy.most_keys) is not None:
+        limits.append(_Limit(most, lambda part: part.keys(lengths), _KeysAdded(prefixes, lengths)))
+    if patches is not None and strategy.max_patches is not None:
+        limits.append(_Limit(strategy.max_patches, patches.of, patches.of))
+    return limits
+
+
+def _plan_parts(
+    prefixes: Prefixes,
+    lengths: Sequence[int],
+    num_shards: int,
+    strategy: Packed,
+    limits: Sequence[_Limit] = (),
+    patches: Patches | None = None,
+) -> MicrobatchPlan:
     """Return the best plan among several divisions of the trees. If there is none, plan rows without sharing."""
     busiest: dict[int, MicrobatchPlan] = {}
     if not prefixes.is_flat and max(lengths) <= strategy.capacity:
         total = prefixes.tokens(lengths)
         for parts in (1, 2, 4):
             most_tokens = min(strategy.capacity, -(-total // (parts * num_shards)))
-            units = list(divide_prefixes(prefixes, lengths, most_tokens, strategy.most_keys))
+            within = partial(_all_hold, limits)
+            units = list(divide_prefixes(prefixes, lengths, most_tokens, within))
             tokens = [unit.tokens(lengths) for unit in units]
+            costs = [_Costs([limit.most_added(unit) for unit in units], limit.most) for limit in limits]
             try:
-                plan = _plan_within_keys(tokens, _most_keys(prefixes, units, lengths), num_shards, strategy)
+                plan = _plan_within(tokens, costs, num_shards, strategy)
             except DataError:
                 continue  # too few parts to give each shard the same number of microbatches
             most = max(sum(tokens[unit] for unit in plan.shard_rows(shard)) for shard in range(num_shards))
             busiest.setdefault(most, _with_rows(plan, [unit.rows for unit in units]))
-    return busiest[min(busiest)] if busiest else plan_microbatches(lengths, num_shards, strategy)
+    totals = patches.totals if patches is not None else None
+    return busiest[min(busiest)] if busiest else plan_microbatches(lengths, num_shards, strategy, patches=totals)
 
 
-def _most_keys(prefixes: Prefixes, units: Sequence[Prefixes], lengths: Sequence[int]) -> list[int]:
-    """Return the largest number of keys that each unit can add to a microbatch.
+class _KeysAdded:
+    """The largest number of keys that the rows of a unit can add to a microbatch.
 
     With other units of its tree, a unit may need nodes that it does not need alone. They are on the path of its first
     row, so all nodes of this path are counted.
     """
-    paths = dict(zip(sorted(prefixes.rows), prefixes.paths(), strict=True))
-    return [
-        sum(lengths[row] for row in unit.rows)
-        + sum(node.depth for node in unit.nodes if node.first > 0)
-        + sum(depth for depth, _ in paths[unit.rows[0]].nodes)
-        for unit in units
-    ]
+
+    def __init__(self, prefixes: Prefixes, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+        self._paths = dict(zip(sorted(prefixes.rows), prefixes.paths(), strict=True))
+
+    def __call__(self, unit: Prefixes) -> int:
+        return (
+            unit.keys(self._lengths)
+            - sum(node.depth for node in unit.nodes if node.first == 0)
+            + sum(depth for depth, _ in self._paths[unit.rows[0]].nodes)
+        )
 
 
-def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Plan units by tokens. If a microbatch would have too many keys, use the larger cost of tokens and keys."""
+def _plan_within(tokens: Sequence[int], costs: Sequence[_Costs], num_shards: int, strategy: Packed) -> MicrobatchPlan:
+    """Plan units by tokens. If a microbatch exceeds another limit, use the largest of all costs of each unit."""
     plan = plan_microbatches(tokens, num_shards, strategy)
-    most = strategy.most_keys
-    batches = [batch for shard in plan.shards for batch in shard]
-    if most is None or all(sum(keys[unit] for unit in batch) <= most for batch in batches):
+    if all(each.hold(plan) for each in costs):
         return plan
-    of_keys = [min(-(-unit_keys * strategy.capacity // most), strategy.capacity) for unit_keys in keys]
-    costs = [max(pair) for pair in zip(tokens, of_keys, strict=True)]
-    return plan_microbatches(costs, num_shards, strategy)
+    for each in costs:
+        tokens = each.added_to(tokens, strategy)
+    return plan_microbatches(tokens, num_shards, strategy)
 
 
 def _with_rows(plan: MicrobatchPlan, units: Sequence[Sequence[int]]) -> MicrobatchPlan:
@@ -308,6 +430,25 @@ def _check_fit(lengths: Sequence[int], costs: Sequence[int], capacity: int) -> N
         f"microbatch (lengths rounded up): {rows}{more}. "
         "Raise train_mb_tokens / logprob_mb_tokens or lower max_total_sequence_length."
     )
+
+
+def _check_patches(totals: Sequence[int], most: int) -> None:
+    """Check that each row, or each group of rows, fits into a microbatch.
+
+    Args:
+        totals: number of patches of each row or group.
+        most: largest number of patches of a microbatch.
+
+    Raises:
+        DataError: one has too many patches.
+    """
+    large = [(index, total) for index, total in enumerate(totals) if total > most]
+    if large:
+        index, total = max(large, key=lambda pair: pair[1])
+        raise DataError(
+            f"{len(large)} of {len(totals)} rows have more patches of images than max_patches={most}: row {index} has "
+            f"{total}. Raise max_patches, or make images smaller with policy.tokenizer.processor_kwargs."
+        )
 
 
 def _padded_tokens(costs: Sequence[int], rows: Sequence[int]) -> int:

@@ -155,7 +155,7 @@ def _trace(
             hf = kind.from_config(deepcopy(config), dtype=dtype).train()
         hf.tie_weights()  # the model was not initialised, so weights are not tied yet
         layers = decoder_layers(hf)
-        recorder = _Recorder(hf, layers, kept_operators)
+        recorder = Recorder(hf, layers, kept_operators)
         try:
             _run(hf, recorder, tokens)
         except _NOT_TRACED as error:
@@ -179,7 +179,7 @@ def _trace(
     )
 
 
-def _run(hf: PreTrainedModel, recorder: "_Recorder", tokens: int) -> None:
+def _run(hf: PreTrainedModel, recorder: "Recorder", tokens: int) -> None:
     _stand_in_for_experts(hf)
     with recorder.recording():
         ids = torch.zeros(1, tokens, dtype=torch.long)
@@ -194,10 +194,10 @@ def _count(parameters: Iterable[nn.Parameter]) -> Parameters:
     return counted
 
 
-class _Recorder:
+class Recorder:
     """Count the tensors that autograd saves, by layer and part of the layer. Of equal layers, only one is run."""
 
-    def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module], kept_operators: Collection[str]) -> None:
+    def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module], kept_operators: Collection[str] = ()) -> None:
         self.of_layer: dict[int, Activations] = {}
         self.others = 0
         self.kept_operators = kept_operators
@@ -284,14 +284,14 @@ class _Recorder:
         return tensor
 
 
-_recorders: list[_Recorder] = []
+_recorders: list[Recorder] = []
 """Stack of active recorders. The attention function, which transformers calls, uses the last one."""
 
 
 class _Products(TorchDispatchMode):
     """Pass the outputs that selective checkpointing keeps to a recorder."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -345,6 +345,21 @@ def _stand_in_for_experts(hf: PreTrainedModel) -> None:
 
 
 @dataclass(frozen=True)
+class Images:
+    """What modules that read images change in the memory of a rank."""
+
+    kept: float = 0.0
+    """Bytes of the images of a microbatch that are kept for the backward pass."""
+    block: float = 0.0
+    """Bytes of the intermediate values of the largest block."""
+    frozen: int = 0
+    """Number of elements of the model's parameters that are not trained."""
+
+
+NO_IMAGES = Images()
+
+
+@dataclass(frozen=True)
 class RankMemory(ABC):
     """Memory of one rank of a pipeline stage."""
 
@@ -367,6 +382,8 @@ class RankMemory(ABC):
     """Bytes of a number in `policy.precision`."""
     stage: int
     """Index of the pipeline stage."""
+    images: Images = NO_IMAGES
+    """Memory of the images of a microbatch, and the size of frozen parts."""
 
     @classmethod
     def predict(cls, policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
@@ -374,10 +391,15 @@ class RankMemory(ABC):
         tokens, dtype = ceil(work.tokens / layout.cp), torch_dtype(policy.precision)
         scores = policy.reward_model_cfg.enabled
         trace = trace_model(model, tokens, dtype, scores=scores, kept_operators=cls.kept_operators)
-        text = model.get_text_config()
+        text, images = model.get_text_config(), cls.images_of(policy, model, tokens)
         stages = range(layout.pp)
-        ranks = (cls(policy, layout, text, trace, work, tokens, dtype.itemsize, stage) for stage in stages)
+        ranks = (cls(policy, layout, text, trace, work, tokens, dtype.itemsize, stage, images) for stage in stages)
         return max((rank.plan() for rank in ranks), key=lambda plan: plan.peak)
+
+    @classmethod
+    def images_of(cls, policy: PolicyConfig, model: PretrainedConfig, tokens: int) -> Images:
+        """Return the memory of the images of a microbatch, and the size of frozen parts."""
+        return NO_IMAGES
 
     @abstractmethod
     def plan(self) -> MemoryPlan:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.data.images.families import PROJECTORS
 from nemo_rl.distributed.parallel_logprobs import LogitTransform
 from nemo_rl.models.dtensor.attention import attention_to_load, can_share_prompts, choose_attention, set_attention
 from nemo_rl.models.dtensor.checkpoints.lazy_weights import LazyWeights, weights_left_in_files
@@ -26,7 +25,7 @@ from nemo_rl.models.dtensor.heads import (
 )
 from nemo_rl.models.dtensor.lora import apply_lora
 from nemo_rl.models.dtensor.pipeline.stages import try_division
-from nemo_rl.models.huggingface.layers import hidden_states, parts_without_text, text_model
+from nemo_rl.models.huggingface.layers import freeze_parts, hidden_states
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
@@ -128,27 +127,6 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
     return model
-
-
-def freeze_parts(hf: PreTrainedModel, config: PolicyConfig) -> None:
-    """Exclude parts of a model from training, in place: those that `freeze_config` names, or all that read no text.
-
-    Raises:
-        ConfigError: no part is left to train.
-    """
-    asked = config.dtensor_cfg.automodel_kwargs.freeze_config
-    names = {id(module): name for name, module in hf.named_modules()}
-    for part in parts_without_text(hf):
-        for module in (part, *part.modules()):
-            projects = names[id(module)].rpartition(".")[2] in PROJECTORS
-            frozen = asked.freeze_vision_projection if projects else asked.freeze_vision_tower
-            if projects or module is part:
-                module.requires_grad_(config.is_vlm and not frozen)
-    if asked.freeze_language_model:
-        for module in (text_model(hf), hf.get_output_embeddings()):
-            module.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in hf.parameters()):
-        raise ConfigError("policy.dtensor_cfg.automodel_kwargs.freeze_config leaves no part of the model to train.")
 
 
 def try_out(probe_model: PreTrainedModel, context: int, config: PolicyConfig) -> Found:

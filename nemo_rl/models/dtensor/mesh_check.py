@@ -12,7 +12,9 @@ other libraries and fragmentation are not included. Source for the tensors that 
 Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
+import math
 from collections.abc import Callable, Iterator
+from typing import override
 
 from transformers import PretrainedConfig
 
@@ -20,7 +22,15 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
-from nemo_rl.models.capacity.memory_trace import GRADIENT_OF_LOGITS, Activations, Parameters, RankMemory
+from nemo_rl.models.capacity.memory_trace import (
+    GRADIENT_OF_LOGITS,
+    NO_IMAGES,
+    Activations,
+    Images,
+    Parameters,
+    RankMemory,
+)
+from nemo_rl.models.capacity.tower_trace import trace_tower
 from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
 from nemo_rl.models.dtensor.routers import configured_coefficient, in_a_pipeline
 from nemo_rl.models.training.mesh_rules import (
@@ -138,6 +148,16 @@ class DTensorRank(RankMemory):
 
     kept_operators = KEPT_OPERATORS
 
+    @classmethod
+    @override
+    def images_of(cls, policy: PolicyConfig, model: PretrainedConfig, tokens: int) -> Images:
+        if model.get_text_config() is model:
+            return NO_IMAGES
+        tower = trace_tower(model, policy)
+        batching = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
+        patches = min(tokens * tower.patches_per_token, batching.max_patches or math.inf)
+        return Images(tower.kept * patches, tower.block * patches, tower.frozen)
+
     @property
     def _layers(self) -> range:
         """Number of layers of this rank's stage. The first stages have one more if the layers do not divide evenly."""
@@ -172,7 +192,9 @@ class DTensorRank(RankMemory):
         own = [self.trace.layers[index] for index in self._layers] + self.outside
         stored = sum(self._held(parameters) for parameters in own)
         lora = self.policy.dtensor_cfg.lora_cfg
-        trained = stored if not lora.enabled else self.trace.linears * lora.dim / (self._shards * self.layout.pp)
+        trained = stored - self.images.frozen / self._shards
+        if lora.enabled:
+            trained = self.trace.linears * lora.dim / (self._shards * self.layout.pp)
         weights = {"weights": stored * self._weight_size + (trained * WIDE if lora.enabled else 0.0)}
         host = self._host(stored)
         stays = weights | (host if self.work.on_cpu else {})
@@ -211,14 +233,15 @@ class DTensorRank(RankMemory):
         logits = self.logits(GRADIENT_OF_LOGITS) + 2 * self.head
         fsdp = self._uses_fsdp
         gathered = {"gathered weights": self._gathered_at_once(root)}
-        earlier = gathered | {"gradients": gradients if self.work.several else 0.0}
+        images = {"activations of images": self.images.kept}
+        earlier = gathered | {"gradients": gradients if self.work.several else 0.0} | images
         kept, again = self._activations()
         unreduced = {"gradients before their reduction": root * (self.itemsize + WIDE) if fsdp else 0.0}
         update = {"optimizer's temporaries": 2 * self.largest / self._shards * WIDE if self.work.on_cpu else 0.0}
         return {
             "head backward": earlier | {"activations": kept + self.scalar_head(), "logits": logits},
             "layer backward": earlier | {"activations": kept + again, "logits": self.head},
-            "embedding backward": gathered | unreduced | {"gradients": gradients, "activations": again},
+            "embedding backward": gathered | unreduced | {"gradients": gradients, "activations": again} | images,
             "update": {"gradients": gradients} | update,
         }
 
@@ -226,7 +249,8 @@ class DTensorRank(RankMemory):
         """Return the memory of a forward pass without backward: one layer and the head at a time."""
         root = sum(self._gathered(parameters) for parameters in self.outside)
         one = max((self._kept(each) for each in self.trace.activations), default=0.0)
-        return {"gathered weights": self._gathered_at_once(root), "activations": one, "logits": self.logits(2)}
+        activations = {"activations": one, "activations of images": self.images.block}
+        return {"gathered weights": self._gathered_at_once(root), **activations, "logits": self.logits(2)}
 
     def _gathered_at_once(self, root: float) -> float:
         """Return the bytes of weights that are gathered at the same time.

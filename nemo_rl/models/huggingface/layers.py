@@ -1,4 +1,4 @@
-"""Find the body and the decoder layers of a model, and record the outputs of layers in a forward pass."""
+"""Find and freeze the parts of a model, and record the outputs of layers in a forward pass."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from nemo_rl.data.images.families import FAMILIES
+from nemo_rl.config import PolicyConfig
+from nemo_rl.data.images.families import FAMILIES, PROJECTORS
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +49,27 @@ def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
     outer = [module for module in whole.modules() if id(module) in around and module is not text]
     head = hf.get_output_embeddings()
     return [part for module in outer for part in module.children() if id(part) not in around and part is not head]
+
+
+def freeze_parts(hf: "PreTrainedModel", config: PolicyConfig) -> None:
+    """Exclude parts of a model from training, in place: those that `freeze_config` names, or all that read no text.
+
+    Raises:
+        ConfigError: no part is left to train.
+    """
+    asked = config.dtensor_cfg.automodel_kwargs.freeze_config
+    names = {id(module): name for name, module in hf.named_modules()}
+    for part in parts_without_text(hf):
+        for module in (part, *part.modules()):
+            projects = names[id(module)].rpartition(".")[2] in PROJECTORS
+            frozen = asked.freeze_vision_projection if projects else asked.freeze_vision_tower
+            if projects or module is part:
+                module.requires_grad_(config.is_vlm and not frozen)
+    if asked.freeze_language_model:
+        for module in (text_model(hf), hf.get_output_embeddings()):
+            module.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in hf.parameters()):
+        raise ConfigError("policy.dtensor_cfg.automodel_kwargs.freeze_config leaves no part of the model to train.")
 
 
 def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor:

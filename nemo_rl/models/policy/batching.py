@@ -106,7 +106,7 @@ def shard_batch(
         shares_prompts: Whether a packed microbatch contains tokens that several rows share only once.
 
     Raises:
-        DataError: The rows do not divide into groups, or a row is longer than a microbatch may be.
+        DataError: The rows do not divide into groups, or a row is longer than a microbatch may be or has more patches.
     """
     num_rows = data.size
     multiple = num_shards * group_size
@@ -117,11 +117,13 @@ def shard_batch(
     filled = with_filler_rows(data, -num_rows % multiple)
     lengths = filled["input_lengths"].tolist()
     prefixes = BatchRows.of(filled).prefixes() if shares_prompts else Prefixes.alone(filled.size)
+    limited = not isinstance(strategy, FixedSize) and strategy.max_patches is not None
+    patches = BatchRows.of(filled).patches() if limited else None
     if group_size == 1 and isinstance(strategy, Packed):
-        plan = plan_prefixes(prefixes, lengths, num_shards, strategy)
+        plan = plan_prefixes(prefixes, lengths, num_shards, strategy, patches)
     else:
         prefixes = prefixes.between_multiples(group_size)
-        plan = plan_microbatches(lengths, num_shards, strategy, group_size)
+        plan = plan_microbatches(lengths, num_shards, strategy, group_size, patches.totals if patches else None)
     shards = range(num_shards)
     sharded = ShardedBatch(
         data=[filled.select_indices(plan.shard_rows(shard)) for shard in shards],
@@ -247,7 +249,9 @@ def _strategy(config: PolicyConfig, size: int, tokens: int, micro_batch_size: in
     if config.sequence_packing.enabled:
         packing = config.sequence_packing
         largest_first = packing.microbatch_order != "packer"
-        return Packed(tokens, packing.algorithm, round_to, packing.max_keys_per_token, largest_first)
+        most_keys, most_patches = packing.max_keys_per_token, packing.max_patches
+        return Packed(tokens, packing.algorithm, round_to, most_keys, largest_first, most_patches)
     if config.dynamic_batching.enabled:
-        return TokenBudget(tokens, math.lcm(round_to, config.dynamic_batching.sequence_length_round))
+        most_patches = config.dynamic_batching.max_patches
+        return TokenBudget(tokens, math.lcm(round_to, config.dynamic_batching.sequence_length_round), most_patches)
     return FixedSize(size)

@@ -275,6 +275,8 @@ class DynamicBatchingConfig(Section):
     """Number of padded tokens of a microbatch for log-probabilities."""
     sequence_length_round: Tokens = 64
     """Microbatch lengths are rounded up to a multiple of this number of tokens."""
+    max_patches: Tokens | None = None
+    """Largest number of patches of images in a microbatch, for a policy that reads images; null: no limit."""
 
 
 _ANOTHER_NAME = {"modified_ffd": "modified_first_fit_decreasing"}
@@ -313,6 +315,9 @@ class SequencePackingConfig(Section):
     """With share_prompts: largest number of keys and values of attention in a packed row, as a multiple of its token
     budget. Keys and values of shared tokens are repeated before each of their sequences and kept for the backward pass.
     Above this limit, another row is started. Memory predictions include them."""
+    max_patches: Tokens | None = None
+    """Largest number of patches of images in a packed row, for a policy that reads images; null: no limit. The vision
+    tower keeps the activations of each patch, so rows of equal numbers of tokens need different amounts of memory."""
     sequence_length_round: Tokens | None = None
     """Packed rows are padded to a multiple of this number of tokens, so that kernels get fewer different lengths; null:
     only to a multiple of make_sequence_length_divisible_by."""
