@@ -40,7 +40,8 @@ TESTS: Mapping[str, Sequence[Test]] = {
         (
             "dtensor/attention/test_packing_architectures.py",
             _PACKED,
-        )
+        ),
+        ("dtensor/attention/test_recurrent.py", "test_packed_rows_equal_rows_alone"),
     ],
     "context parallel": [
         ("dtensor/test_context_parallel.py", "test_ranks_that_split_rows_equal_transformers_in_one_process")

@@ -346,7 +346,7 @@ def _stand_in_for_experts(hf: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class Images:
-    """What modules that read images change in the memory of a rank."""
+    """Memory of the images of a microbatch, and the size of frozen parts."""
 
     kept: float = 0.0
     """Bytes of the images of a microbatch that are kept for the backward pass."""

@@ -28,7 +28,7 @@ _FEWEST_PATCHES = 64
 
 @dataclass(frozen=True)
 class TowerTrace:
-    """What the modules of a model that read images need."""
+    """Memory of the modules of a model that read images."""
 
     frozen: int
     """Number of elements of the model's parameters that are not trained, without regard to adapters."""

@@ -16,7 +16,7 @@ itself. Sliding windows are shortened during the check, so that its two short se
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, PackedRow, Piece, Scoring, plan_of_row
+from nemo_rl.models.dtensor.recurrent import respect_borders
 from nemo_rl.models.huggingface.load import WITHOUT_PACKING, attention_of_parts
 from nemo_rl.models.training.inputs import packed_model_inputs
 from nemo_rl.models.training.shared_prefixes import share_prefixes
@@ -147,6 +148,8 @@ Forward = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
 """Function from a model and its inputs to the `[b, T, ...]` outputs that are compared."""
 
 _LENGTHS = (11, 9)
+_PACKED_LENGTHS = (11, 9, 1, 70)
+"""Lengths of packed sequences: two that end within a chunk of a recurrent layer, one token, and more than a chunk."""
 _ALIKE = 5
 """Number of equal tokens at the start of both sequences."""
 _STRIDE = 7
@@ -179,6 +182,7 @@ def use_registered_attention(
             raise ConfigError(f"{type(model).__name__} computes its attention in its own code.")
         set_attention(model, register_varlen_attention())
         if packed:
+            respect_borders(model)
             verify_packing(model, forward)
         if divided:
             verify_division(model, forward)
@@ -204,7 +208,7 @@ def verify_packing(model: PreTrainedModel, forward: Forward = logits) -> None:
     Raises:
         ConfigError: the packed outputs differ, or the model's forward does not accept the arguments.
     """
-    _verify(model, forward, "packed", _packed, WITHOUT_PACKING)
+    _verify(model, forward, "packed", _packed, WITHOUT_PACKING, _PACKED_LENGTHS)
 
 
 def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
@@ -240,14 +244,21 @@ type _LayOut = Callable[[list[Tensor]], tuple[dict[str, Any], Callable[[Tensor],
 
 
 @torch.no_grad()
-def _verify(model: PreTrainedModel, forward: Forward, layout: str, lay_out: _LayOut, way_out: str = "") -> None:
+def _verify(
+    model: PreTrainedModel,
+    forward: Forward,
+    layout: str,
+    lay_out: _LayOut,
+    way_out: str = "",
+    lengths: Sequence[int] = _LENGTHS,
+) -> None:
     name = type(model).__name__
     if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
         raise ConfigError(f"{name} uses chunked attention, which the registered attention does not support. {way_out}")
     device = next(model.parameters()).device
-    tokens = (torch.arange(sum(_LENGTHS), device=device) * 7 + 3) % model.config.get_text_config().vocab_size
-    tokens[_LENGTHS[0] :][:_ALIKE] = tokens[:_ALIKE]
-    segments = list(tokens.split(_LENGTHS))
+    tokens = (torch.arange(sum(lengths), device=device) * 7 + 3) % model.config.get_text_config().vocab_size
+    tokens[lengths[0] :][:_ALIKE] = tokens[:_ALIKE]
+    segments = list(tokens.split(list(lengths)))
     was_training = model.training
     model.eval()
     try:
@@ -255,10 +266,10 @@ def _verify(model: PreTrainedModel, forward: Forward, layout: str, lay_out: _Lay
             model_inputs, in_order = lay_out(segments)
             ours = in_order(forward(model, model_inputs))
             set_attention(model, "eager")
-            own = _rows_of(forward(model, _padded(segments)))
+            own = _rows_of(forward(model, _padded(segments)), lengths)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error} {way_out}") from error
-    except (TypeError, AttributeError, IndexError, KeyError) as error:
+    except (TypeError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{name} does not take {layout} inputs ({error!r}). {way_out}") from error
     finally:
         set_attention(model, VARLEN_ATTENTION)
@@ -277,9 +288,9 @@ def _padded(segments: list[Tensor]) -> dict[str, Any]:
     return {"input_ids": nn.utils.rnn.pad_sequence(segments, batch_first=True)}
 
 
-def _rows_of(output: Tensor) -> Tensor:
+def _rows_of(output: Tensor, lengths: Sequence[int] = _LENGTHS) -> Tensor:
     """Concatenate padded rows without their padding to `[N, ...]`."""
-    return torch.cat([row[:length] for row, length in zip(output, _LENGTHS, strict=True)])
+    return torch.cat([row[:length] for row, length in zip(output, lengths, strict=True)])
 
 
 def _plain(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:

@@ -25,6 +25,7 @@ from nemo_rl.models.dtensor.heads import (
 )
 from nemo_rl.models.dtensor.lora import apply_lora
 from nemo_rl.models.dtensor.pipeline.stages import try_division
+from nemo_rl.models.dtensor.recurrent import respect_borders
 from nemo_rl.models.huggingface.layers import freeze_parts, hidden_states
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.probe_model import small_probe_model
@@ -119,6 +120,8 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
         ConfigError: the model's head cannot be divided, or the model lacks the layers to adapt.
     """
     set_attention(hf, found.attention)
+    if config.sequence_packing.enabled:
+        respect_borders(hf)
     freeze_parts(hf, config)
     if config.reward_model_cfg.enabled:
         return RewardModel(hf)

@@ -53,14 +53,20 @@ def small_probe_model(hf: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ConfigError: the model has no list of layers, so it is not a decoder.
     """
+    name = type(hf).__name__
     try:
-        small = of_few_layers(type(hf), smaller(deepcopy(hf.config)))
+        return filled(of_few_layers(type(hf), smaller(deepcopy(hf.config))))
     except ConfigError:
         raise
     except CANNOT_BE_MADE as error:
-        logger.info("%s has no smaller form (%r): testing it with layers of full size.", type(hf).__name__, error)
-        small = of_few_layers(type(hf), deepcopy(hf.config))
-    return filled(small)
+        logger.info("%s has no smaller form (%r): testing it with layers of full size.", name, error)
+    try:
+        return filled(of_few_layers(type(hf), deepcopy(hf.config)))
+    except ConfigError:
+        raise
+    except CANNOT_BE_MADE as error:
+        logger.info("%s cannot be cut to a few layers (%r): testing all of its layers.", name, error)
+    return filled(without_memory(type(hf), deepcopy(hf.config)))
 
 
 def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: int = 1) -> PreTrainedModel:
