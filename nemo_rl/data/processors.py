@@ -295,7 +295,8 @@ def prompt_entry(
     text = render_chat(messages, tokenizer, add_generation_prompt=True, tools=tools, template_kwargs=variables)
     text = with_bos(text, tokenizer)
     entry = {"role": "user", "content": control.shown(text), "token_ids": encode_text(text, tokenizer, longest)}
-    expand_images([entry], images_in(chat["messages"]), tokenizer)
+    if longest is None or entry["token_ids"].numel() <= longest:  # a longer text may have been cut before its images
+        expand_images([entry], images_in(chat["messages"]), tokenizer)
     return entry
 
 
