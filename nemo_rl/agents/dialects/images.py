@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote
 
-from nemo_rl.agents.dialects.fields import SEPARATOR, Fields, not_a_text, parts_of
+from nemo_rl.agents.dialects.fields import SEPARATOR, Fields, not_a_text, part_text, parts_of
 from nemo_rl.agents.endpoint.calls import CallError
 from nemo_rl.config.schema.data import ImagesConfig
 from nemo_rl.data.images.image import Image, load_image
@@ -123,10 +123,7 @@ class Contents:
             return reads[kind](part, images)
         if kind not in self.texts:
             raise not_a_text(part, self.texts, reads)
-        return {
-            "type": "text",
-            "text": part.required_text("refusal" if kind == "refusal" else "text", may_be_empty=True),
-        }
+        return {"type": "text", "text": part_text(part, self.texts)}
 
 
 def joined(parts: Sequence[TextPart | ImagePart]) -> Content:

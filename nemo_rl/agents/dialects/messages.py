@@ -87,7 +87,7 @@ def read_messages(fields: Fields, images: ImageReader | None = None) -> list[Mes
 
 
 def _read_user(fields: Fields, images: ImageReader) -> list[Message]:
-    """Return a message for each result of a tool, and a message with all other blocks if there are any or no results."""
+    """Return a message for each result of a tool, and one with all other blocks if there are any, or no results."""
     results: list[Message] = []
     others: list[TextPart | ImagePart] = []
     for block in parts_of(fields, "text"):

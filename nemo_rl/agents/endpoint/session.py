@@ -35,6 +35,7 @@ from nemo_rl.agents.endpoint.calls import CallAnswer, CallEnd, CallError, CallRe
 from nemo_rl.agents.endpoint.exchanges import Answering, Exchange, Exchanges
 from nemo_rl.agents.endpoint.forms import with_form
 from nemo_rl.agents.endpoint.prompts import Prompt, PromptRenderer
+from nemo_rl.data.images.image import IN_ROW
 from nemo_rl.data.images.messages import images_of
 from nemo_rl.data.interfaces import Message, RowInputs, TokenizerType
 from nemo_rl.data.messages.content import TextRules
@@ -209,8 +210,8 @@ class CallParts:
         if images_of(self.tokenizer) is None:
             return ImageReader()
         images = None if self.row_inputs is None else self.row_inputs.images
-        known = {image.source: image for image in (() if images is None else images.images)}
-        return ImageReader(self.text_rules.images, known)
+        named = [] if images is None else [image for image in images.images if image.source != IN_ROW]
+        return ImageReader(self.text_rules.images, {image.source: image for image in named})
 
 
 @dataclass(eq=False)

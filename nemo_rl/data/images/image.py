@@ -35,6 +35,8 @@ _TIMEOUT_S = 20.0
 """Time limit in seconds for each part of a download."""
 _DOWNLOAD_S = 120.0
 """Time limit in seconds for a download."""
+IN_ROW = "data"
+"""Source of an image that its row, observation or request contains."""
 _RESIZE_KEYS = ("resized_height", "resized_width")
 
 
@@ -45,7 +47,7 @@ class Image:
         encoded: bytes of the file, or the reference of an object of Ray with these bytes.
         digest: sha256 of the bytes and of the requested size, in hexadecimal.
         size: width and height in pixels, after the file's orientation and the requested size.
-        source: path or address of the file, for messages and reports; "data" if the row contains the bytes.
+        source: path or address of the file, for messages and reports; `IN_ROW` if the row contains the bytes.
         resized: whether the row requested the size.
     """
 
@@ -168,13 +170,13 @@ def _read(value: Any, limits: ImagesConfig) -> tuple[bytes, str]:
         given = value.get("bytes")
         if given is None:
             return _read(value.get("path"), limits)
-        return bytes(given), str(value.get("path") or "data")
+        return bytes(given), str(value.get("path") or IN_ROW)
     if isinstance(value, bytes | bytearray):
-        return bytes(value), "data"
+        return bytes(value), IN_ROW
     if isinstance(value, str | Path):
         return _read_address(str(value), limits)
     if hasattr(value, "save") and hasattr(value, "convert"):
-        return _png(value.convert("RGB")), "data"
+        return _png(value.convert("RGB")), IN_ROW
     raise DataError(
         f"an image is {type(value).__name__}; give a path, a data: address, bytes, or a mapping with bytes or path"
     )
@@ -190,7 +192,7 @@ def _read_address(address: str, limits: ImagesConfig) -> tuple[bytes, str]:
     if address.startswith("data:"):
         head, _, body = address.partition(",")
         try:
-            return base64.b64decode(body, validate=True), "data"
+            return base64.b64decode(body, validate=True), IN_ROW
         except (binascii.Error, ValueError):
             raise DataError(f"the address {head[:40]!r} of an image is not valid base64") from None
     if address.startswith(("http://", "https://")):

@@ -21,8 +21,10 @@ TOOL_ROLES = frozenset(("environment", "function", "ipython", "tool"))
 
 @dataclass(frozen=True)
 class TextRules:
-    """Rules for contents of messages: texts to encode as ordinary text even if they contain control tokens such as
-    `<|im_end|>`, and limits on images that environments and programs add."""
+    """Rules for contents of messages, and limits on the images that environments and programs add.
+
+    Texts may be encoded as ordinary text even if they contain control tokens such as `<|im_end|>`.
+    """
 
     rows: bool = False
     """Whether texts in rows of data are encoded as ordinary text. Control tokens that the vocabulary does not mark as

@@ -14,6 +14,7 @@ from nemo_rl.kits.tools.interfaces import OpenTools, ToolSource, ToolSpec
 from nemo_rl.kits.tools.isolated import IsolatedTools
 from nemo_rl.kits.tools.local import LocalTools
 from nemo_rl.kits.tools.mcp import MCP, McpTools
+from nemo_rl.kits.tools.outputs import OutputLimits
 from nemo_rl.kits.tools.sandboxed import PYTHON, SandboxedPython
 from nemo_rl.utils.errors import ConfigError
 
@@ -89,6 +90,13 @@ def make_toolbox(config: ToolEnvironmentConfig) -> Toolbox:
     return Toolbox([_source(entry, f"env.tools.tools.{n}", config) for n, entry in enumerate(config.tools)])
 
 
+def limits_of(config: ToolEnvironmentConfig) -> OutputLimits:
+    """Return the limits on the outputs of a section's tools."""
+    # Outside of a run, the defaults of these keys are unresolved texts.
+    reads_images = config.tokenizer.use_processor is True
+    return OutputLimits(config.max_output_bytes, int(config.images.max_megabytes * 1e6) if reads_images else 0)
+
+
 def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> ToolSource:
     timeout_s = entry.timeout_s or config.timeout_s
     if entry.name == MCP:
@@ -101,9 +109,7 @@ def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> Too
                 f"{place}.isolate=true: a server of MCP has a process of its own already. Remove the key."
             )
         variables = {name: str(value) for name, value in entry.kwargs.items()}
-        return McpTools(
-            entry.command, variables, shared=entry.shared, timeout_s=timeout_s, max_bytes=config.max_output_bytes
-        )
+        return McpTools(entry.command, variables, shared=entry.shared, timeout_s=timeout_s, limits=limits_of(config))
     if entry.name == PYTHON:
         if entry.isolate or entry.shared:
             raise ConfigError(f"{place}: each program of name=python has a sandbox. Remove isolate and shared.")
@@ -112,13 +118,13 @@ def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> Too
         raise ConfigError(f"{place}.command belongs to name=mcp, not to name={entry.name}.")
     found = find_tools(entry.name, entry.kwargs, f"{place}.name={entry.name!r}")
     if not entry.isolate:
-        return LocalTools(found, shared=entry.shared, timeout_s=timeout_s, max_bytes=config.max_output_bytes)
+        return LocalTools(found, shared=entry.shared, timeout_s=timeout_s, limits=limits_of(config))
     if entry.shared:
         raise ConfigError(f"{place}: isolate=true gives each episode a process, so shared=true cannot be set with it.")
     return IsolatedTools(
         found,
         entry.name,
         timeout_s=timeout_s,
-        max_bytes=config.max_output_bytes,
+        limits=limits_of(config),
         memory_limit_mb=entry.memory_limit_mb,
     )
