@@ -189,18 +189,18 @@ class ToolTokenizerConfig(Section):
     """Same as policy.tokenizer.chat_template."""
     chat_template_kwargs: dict[str, Any] | None = derived("${policy.tokenizer.chat_template_kwargs}")
     """Same as policy.tokenizer.chat_template_kwargs."""
-    use_processor: bool = derived("${policy.tokenizer.use_processor}")
+    use_processor: bool | None = derived("${policy.tokenizer.use_processor}")
     """Same as policy.tokenizer.use_processor: whether the model reads images of tools."""
 
 
 class ToolImagesConfig(Section):
     """Limits on the images that tools return."""
 
-    allow_urls: bool = derived("${data.images.allow_urls}")
+    allow_urls: bool | None = derived("${data.images.allow_urls}")
     """Download images of which a tool returns the http or https address."""
-    max_megapixels: Factor = derived("${data.images.max_megapixels}")
+    max_megapixels: Factor | None = derived("${data.images.max_megapixels}")
     """Largest number of millions of pixels of an image."""
-    max_megabytes: Factor = derived("${data.images.max_megabytes}")
+    max_megabytes: Factor | None = derived("${data.images.max_megabytes}")
     """Largest size of the image files of one call in millions of bytes."""
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 import torch
 
 from nemo_rl.config import TokenizerConfig
-from nemo_rl.config.schema.data import ImagesConfig
 from nemo_rl.config.schema.kits import ToolEnvironmentConfig
 from nemo_rl.data.images.image import load_image
 from nemo_rl.data.messages.content import Content
@@ -29,7 +28,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.kits.tools.grader import Grader, check_grader
 from nemo_rl.kits.tools.template import choose_parser, looks_like_a_call, response_text
-from nemo_rl.kits.tools.toolbox import Episode, make_toolbox
+from nemo_rl.kits.tools.toolbox import Episode, image_limits, make_toolbox
 from nemo_rl.kits.tools.vllm import ToolCall, text_of_answer
 from nemo_rl.utils.errors import ConfigError, DataError
 
@@ -240,7 +239,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         Raises:
             DataError: an image cannot be used.
         """
-        limits = ImagesConfig.build(**self.cfg.images.model_dump())
+        limits = image_limits(self.cfg)
         made: list[Any] = []
         for part in parts:
             if part["type"] == "text":
@@ -263,7 +262,8 @@ def _require_tokenizer(config: ToolEnvironmentConfig) -> None:
 
 
 def _tokenizer_of(config: ToolEnvironmentConfig) -> "TokenizerType":
-    return get_tokenizer(TokenizerConfig.build(**config.tokenizer.model_dump()), section="env.tools")
+    keys = config.tokenizer.model_dump() | {"use_processor": bool(config.tokenizer.use_processor)}
+    return get_tokenizer(TokenizerConfig.build(**keys), section="env.tools")
 
 
 def _turn(

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_rl.config.schema.data import ImagesConfig
 from nemo_rl.config.schema.kits import ToolConfig, ToolEnvironmentConfig
 from nemo_rl.kits.tools.found import find_tools
 from nemo_rl.kits.tools.interfaces import OpenTools, ToolSource, ToolSpec
@@ -92,9 +93,15 @@ def make_toolbox(config: ToolEnvironmentConfig) -> Toolbox:
 
 def limits_of(config: ToolEnvironmentConfig) -> OutputLimits:
     """Return the limits on the outputs of a section's tools."""
-    # Outside of a run, the defaults of these keys are unresolved texts.
-    reads_images = config.tokenizer.use_processor is True
-    return OutputLimits(config.max_output_bytes, int(config.images.max_megabytes * 1e6) if reads_images else 0)
+    if not config.tokenizer.use_processor:
+        return OutputLimits(config.max_output_bytes)
+    return OutputLimits(config.max_output_bytes, int(image_limits(config).max_megabytes * 1e6))
+
+
+def image_limits(config: ToolEnvironmentConfig) -> ImagesConfig:
+    """Return the limits on images that tools of a section return. Keys that are null have the limits' own defaults."""
+    given = config.images.model_dump()
+    return ImagesConfig.build(**{name: value for name, value in given.items() if value is not None})
 
 
 def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> ToolSource:

@@ -110,7 +110,7 @@ def calls_for(name: str) -> list[str]:
 def test_trained_tokens_are_the_sampled_ones(name: str, tmp_path: Path, loop: EventLoopThread) -> None:
     folder = tokenizer_of(name, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    keys = {"name": str(folder), "chat_template": "default", "chat_template_kwargs": None, "use_processor": False}
+    keys = {"name": str(folder), "chat_template": "default", "chat_template_kwargs": None}
     tools = [{"name": "calculator"}, *([] if NO_SANDBOX else [{"name": "python"}])]
     environment = ToolEnvironment({"tools": tools, "tokenizer": keys})
     engine = RandomModelEngine(tokenizer, calls_for(name))

@@ -16,7 +16,7 @@ from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.kits.tools.environment import ToolEnvironment
 
 TOKENIZER = str(Path(__file__).resolve().parents[4] / "tests/assets/tokenizers/qwen3")
-KEYS = {"name": TOKENIZER, "chat_template": "default", "chat_template_kwargs": None, "use_processor": False}
+KEYS = {"name": TOKENIZER, "chat_template": "default", "chat_template_kwargs": None}
 
 
 @pytest.fixture(scope="module")
