@@ -1,10 +1,15 @@
 """Programs and tools that give a policy further images, trained end to end on the CPU."""
 
+import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from example_runs import StartExample, read_metrics
+from looking_tools import TEMPLATE
+
+from nemo_rl.data.datasets.rows.shapes import ShapesRows
 
 pytest.importorskip("torchvision")
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -50,3 +55,65 @@ def test_a_program_sends_images_in_several_turns(start_example: StartExample) ->
         digests = [image["digest"] for image in sample["images"]]
         assert len(set(digests)) == 3
         assert [turn["role"] for turn in sample["content"]].count("assistant") == 3
+
+
+@pytest.mark.long
+def test_a_tool_returns_images(start_example: StartExample, tmp_path: Path) -> None:
+    """A model that was taught to look once more calls a tool, whose pictures it reads."""
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    lines = [json.dumps(lesson(row)) for row in ShapesRows("train", 1500, 7, None)]
+    (tmp_path / "lessons.jsonl").write_text("\n".join(lines))
+    taught = start_example(
+        "run_vlm_sft.py",
+        "sft_vlm_cpu.yaml",
+        "data.train={dataset_name: openai_format, data_path: lessons.jsonl, split_validation_size: 0.05}",
+        "data.validation=null",
+        f"policy.tokenizer.chat_template={template}",
+        "policy.max_total_sequence_length=160",
+        "sft.max_num_steps=80",
+        "checkpointing.save_period=80",
+        f"checkpointing.checkpoint_dir={tmp_path}/taught",
+        logs="taught",
+    )
+    assert taught.finish(400) == 0, taught.log()[-3000:]
+    run = start_example(
+        "run_vlm_grpo.py",
+        CONFIG,
+        *SMALL,
+        f"policy.model_name={tmp_path}/taught/step_80/policy/weights/model",
+        f"policy.tokenizer.chat_template={template}",
+        "policy.generation.max_new_tokens=12",
+        "grpo.max_rollout_turns=3",
+        "data.default.env_name=tools",
+        "+env.tools={tools: [{name: looking_tools.Look}], grader: {name: math, kwargs: {num_workers: 1}}}",
+        environment={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/functional'}"},
+    )
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    for step in (1, 2):
+        assert metrics["train", step, "token_mult_prob_error"] < 1.001
+        assert metrics["train", step, "tools/tool_calls"] >= 8
+        assert metrics["train", step, "tools/tool_errors"] == 0
+    (stored,) = run.log_dir.rglob("train_data_step1.jsonl")
+    samples = [json.loads(line) for line in stored.read_text().splitlines()]
+    calls = [[turn["role"] for turn in sample["content"]].count("tool") for sample in samples]
+    assert [len(sample["images"]) for sample in samples] == [1 + count for count in calls]
+    assert sum(calls) >= 8
+
+
+def lesson(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with a call of the tool between the question and the answer."""
+    question, answer = row["messages"]
+    encoded = question["content"][0]["image"]["bytes"]
+    part = {"type": "image", "image": f"data:image/png;base64,{base64.b64encode(encoded).decode()}"}
+    function = {"name": "look", "arguments": "{}"}
+    call = {"id": "call00000", "type": "function", "function": function}
+    spec = {"name": "look", "description": "Show.", "parameters": {"type": "object", "properties": {}}}
+    messages = [
+        {"role": "user", "content": [part, question["content"][1]]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "content": [part, {"type": "text", "text": "Once more."}]},
+        answer,
+    ]
+    return {"messages": messages, "tools": [{"type": "function", "function": spec}]}
