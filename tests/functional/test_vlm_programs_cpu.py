@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from example_runs import StartExample, read_metrics
-from looking_tools import TEMPLATE
+from tiny_vision_models import QWEN_TOOLS_TEMPLATE
 
 from nemo_rl.data.datasets.rows.shapes import ShapesRows
 
@@ -47,7 +47,7 @@ def test_a_program_sends_images_in_several_turns(start_example: StartExample) ->
         assert metrics["train", step, "token_mult_prob_error"] < 1.001
         assert metrics["train", step, "num_agent_refused"] == 0
         assert metrics["train", step, "num_agent_unlike_template"] == 0
-        assert metrics["train", step, "mean_branches_per_sample"] == 0
+        assert ("train", step, "mean_branches_per_sample") not in metrics
     (stored,) = run.log_dir.rglob("train_data_step1.jsonl")
     samples = [json.loads(line) for line in stored.read_text().splitlines()]
     assert len(samples) == 16
@@ -61,7 +61,7 @@ def test_a_program_sends_images_in_several_turns(start_example: StartExample) ->
 def test_a_tool_returns_images(start_example: StartExample, tmp_path: Path) -> None:
     """A model that was taught to look once more calls a tool, whose pictures it reads."""
     template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
+    template.write_text(QWEN_TOOLS_TEMPLATE)
     lines = [json.dumps(lesson(row)) for row in ShapesRows("train", 1500, 7, None)]
     (tmp_path / "lessons.jsonl").write_text("\n".join(lines))
     taught = start_example(
