@@ -58,6 +58,26 @@ def test_a_program_sends_images_in_several_turns(start_example: StartExample) ->
 
 
 @pytest.mark.long
+def test_demanded_forms_are_scored_with_images_and_odd_requests_cost_themselves_only(
+    start_example: StartExample,
+) -> None:
+    run = start_example(
+        "run_vlm_grpo.py",
+        CONFIG,
+        *SMALL,
+        *AGENT,
+        "env.agent.program=image_agent.choose",
+        environment={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/functional'}"},
+    )
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    for step in (1, 2):
+        assert metrics["train", step, "token_mult_prob_error"] < 1.001
+        assert metrics["train", step, "num_agent_constrained_tokens"] >= 16
+        assert 3 <= metrics["train", step, "agent/refused"] <= 5
+
+
+@pytest.mark.long
 def test_a_tool_returns_images(start_example: StartExample, tmp_path: Path) -> None:
     """A model that was taught to look once more calls a tool, whose pictures it reads."""
     template = tmp_path / "template.jinja"

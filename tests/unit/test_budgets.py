@@ -20,7 +20,7 @@ OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
 LINES = {"core": 92_000, "all": 116_500}
-FILES = {"core": 520, "all": 675}
+FILES = {"core": 520, "all": 677}
 FOLDERS = 87
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""

@@ -287,14 +287,14 @@ def test_texts_with_placeholders_and_too_long_prompts_are_refused(tokenizer: Tok
             user: Any = {"role": "user", "content": f"{placeholder}?"}
             long: Any = {"role": "user", "content": [{"type": "text", "text": "word " * 40000}, *sent(FIRST)]}
             many: Any = {"role": "user", "content": sent(*[picture(84)] * 100)}
-            begun: Any = [{"role": "user", "content": "a"}, {"role": "assistant", "content": placeholder}]
+            beginning: Any = [{"role": "user", "content": "a"}, {"role": "assistant", "content": placeholder}]
             for messages in ([user], [long], [many], [{"role": "user", "content": [*sent(FIRST), *user_parts(user)]}]):
                 with pytest.raises(BadRequestError) as caught:
                     await client.chat.completions.create(model="policy", messages=messages)
                 errors.append(caught.value)
             more = {"continue_final_message": True, "add_generation_prompt": False}
             with pytest.raises(BadRequestError) as caught:
-                await client.chat.completions.create(model="policy", messages=begun, extra_body=more)
+                await client.chat.completions.create(model="policy", messages=beginning, extra_body=more)
             errors.append(caught.value)
             with pytest.raises(BadRequestError) as caught:
                 await client.completions.create(model="policy", prompt=placeholder)
