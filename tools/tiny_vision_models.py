@@ -68,6 +68,23 @@ QWEN_TEMPLATE = (
 )
 """The published template of Qwen2.5-VL without its standard system turn and without videos."""
 
+QWEN_TOOLS_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system' }}{% for tool in tools %}"
+    "{{ '\\n' + tool.function.name + '(' + tool.function.parameters.properties | join(', ') + ')' }}"
+    "{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content or [] %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{% if message.tool_calls %}{{ '[' }}{% for call in message.tool_calls %}"
+    "{{ (', ' if not loop.first else '') + call.function.name + '(' }}"
+    "{% for name, value in call.function.arguments.items() %}"
+    "{{ (', ' if not loop.first else '') + name + '=' + value | tojson }}{% endfor %}{{ ')' }}"
+    "{% endfor %}{{ ']' }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""A template with tools, whose calls vLLM's parser `pythonic` reads, and with images."""
+
 IDEFICS_TEMPLATE = (
     "<|im_start|>"
     "{% for message in messages %}"

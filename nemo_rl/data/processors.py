@@ -294,8 +294,10 @@ def prompt_entry(
     variables = chat.get("template_kwargs")
     text = render_chat(messages, tokenizer, add_generation_prompt=True, tools=tools, template_kwargs=variables)
     text = with_bos(text, tokenizer)
-    entry = {"role": "user", "content": control.shown(text), "token_ids": encode_text(text, tokenizer, longest)}
-    expand_images([entry], images_in(chat["messages"]), tokenizer)
+    ids = encode_text(text, tokenizer, longest)
+    entry = {"role": "user", "content": control.shown(text), "token_ids": ids}
+    if longest is None or ids.numel() <= longest:  # a longer text may have been cut before its images
+        expand_images([entry], images_in(chat["messages"]), tokenizer)
     return entry
 
 

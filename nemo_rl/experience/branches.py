@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from nemo_rl.data.common_prefixes import Path
-from nemo_rl.data.interfaces import Message
+from nemo_rl.data.images.rows import from_state
+from nemo_rl.data.interfaces import Message, RowInputs
 from nemo_rl.models.batch_rows import PackedRows
 from nemo_rl.models.generation.interfaces import VersionSpan
 
@@ -50,6 +51,8 @@ class Branch:
     """False excludes the conversation from the loss."""
     stored: StoredTokens | None = None
     """Location of the tokens, as in `Trajectory.stored`."""
+    row_inputs: RowInputs | None = None
+    """Inputs of the model besides the tokens, as in `Trajectory.row_inputs`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values for a checkpoint."""
@@ -58,12 +61,18 @@ class Branch:
             "prompt_length": self.prompt_length,
             "weight_versions": [list(span) for span in self.weight_versions],
             "trains": self.trains,
+            "row_inputs": None if self.row_inputs is None else self.row_inputs.state_dict(),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Rebuild a conversation from its `state_dict`."""
-        return cls(**{**state, "weight_versions": [VersionSpan(*span) for span in state["weight_versions"]]})
+        stored = state.get("row_inputs")
+        rebuilt = {
+            "weight_versions": [VersionSpan(*span) for span in state["weight_versions"]],
+            "row_inputs": None if stored is None else from_state(stored),
+        }
+        return cls(**{**state, **rebuilt})
 
 
 def messages_state(log: Sequence[Message]) -> list[Message]:

@@ -28,7 +28,13 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def _views(sample: Trajectory) -> Iterator[Trajectory]:
-    own = Branch(sample.message_log, sample.prompt_length, sample.weight_versions, stored=sample.stored)
+    own = Branch(
+        sample.message_log,
+        sample.prompt_length,
+        sample.weight_versions,
+        stored=sample.stored,
+        row_inputs=sample.row_inputs,
+    )
     start = 0
     for number, conversation in enumerate((own, *sample.branches)):
         end = start + num_tokens(conversation.message_log)
@@ -42,7 +48,7 @@ def _views(sample: Trajectory) -> Iterator[Trajectory]:
             malformed_thinking=_within(sample, start, end),
             stored=conversation.stored,
             chat=None if number else sample.chat,
-            row_inputs=None if number else sample.row_inputs,
+            row_inputs=conversation.row_inputs,
             branches=[],
             branch=number,
         )

@@ -20,9 +20,9 @@ OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
 LINES = {"core": 92_000, "all": 116_500}
-FILES = {"core": 522, "all": 678}
+FILES = {"core": 522, "all": 680}
 FOLDERS = 87
-SHORT_FILES = {"core": 522, "all": 678}
+SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4
 """Lines of docstrings and of texts below fields, for each line of code."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.agents.dialects.fields import Fields, required_text_of, text_of, tool_call
+from nemo_rl.agents.dialects.images import Contents, ImageReader, check_detail
 from nemo_rl.agents.dialects.interface import Body, Event, SessionMemory
 from nemo_rl.agents.dialects.openai_form import (
     error_body,
@@ -24,30 +25,52 @@ from nemo_rl.agents.dialects.sampling import sampling_fields
 from nemo_rl.agents.dialects.tools import nested_tools, tool_choice
 from nemo_rl.agents.endpoint.calls import CallAnswer, CallError, CallRequest
 from nemo_rl.data.interfaces import Message
+from nemo_rl.data.messages.content import ImagePart
 
 _TEXTS = ("text",)
 _ANSWER_TEXTS = ("text", "refusal")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_MAY_HAVE_IMAGES = ("user", "tool")
 
 
-def read_messages(fields: Fields) -> list[Message]:
+def _read_image(part: Fields, images: ImageReader) -> ImagePart:
+    """Read a part `{"type": "image_url", "image_url": {"url": ...}}`. Some clients give the address itself."""
+    if isinstance(part.values.get("image_url"), str):
+        return images.read(part.required_text("image_url"), part, "image_url")
+    image = part.object("image_url")
+    if image is None:
+        raise part.wrong("image_url", "an object with the address of an image as url")
+    check_detail(image)
+    return images.read(image.required_text("url"), image, "url")
+
+
+_CONTENTS = Contents(_TEXTS, {"image_url": _read_image})
+
+
+def read_messages(fields: Fields, images: ImageReader | None = None) -> list[Message]:
     """Read the field `messages`.
+
+    Args:
+        images: reads the images of the messages. None for a policy that reads text only.
 
     Raises:
         CallError: the field is missing or empty, or a message is wrong.
     """
-    messages = [_read_message(each) for each in fields.objects("messages")]
+    reader = images or ImageReader()
+    messages = [_read_message(each, reader) for each in fields.objects("messages")]
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")
     return messages
 
 
-def _read_message(fields: Fields) -> Message:
+def _read_message(fields: Fields, images: ImageReader) -> Message:
     if fields.values.get("role") == "function":
         raise fields.unsupported("role", 'Give results of tools in messages of role "tool" with a tool_call_id.')
     role = fields.one_of("role", _ROLES)
     if role == "assistant":
         message = _read_answer(fields)
+    elif role in _MAY_HAVE_IMAGES:
+        message = {"role": role, "content": _CONTENTS.required(fields, images)}
     else:
         message = {"role": role, "content": required_text_of(fields, _TEXTS)}
     if role == "tool":
@@ -91,7 +114,7 @@ class ChatCompletions:
 
     path = "/v1/chat/completions"
 
-    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+    def read(self, body: Body, memory: SessionMemory, images: ImageReader | None = None) -> CallRequest:
         """Read a request in this form (`Dialect.read`)."""
         fields = Fields(body)
         _refuse_functions(fields)
@@ -99,7 +122,7 @@ class ChatCompletions:
         options = fields.object("stream_options")
         if options is not None:
             options.flag("include_usage")
-        messages = read_messages(fields)
+        messages = read_messages(fields, images)
         tools = nested_tools(fields)
         return CallRequest(
             messages=messages,

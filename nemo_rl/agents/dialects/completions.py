@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from nemo_rl.agents.dialects.fields import Fields
+from nemo_rl.agents.dialects.images import ImageReader
 from nemo_rl.agents.dialects.interface import Body, Event, SessionMemory
 from nemo_rl.agents.dialects.openai_form import (
     error_body,
@@ -31,7 +32,7 @@ class Completions:
 
     path = "/v1/completions"
 
-    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+    def read(self, body: Body, memory: SessionMemory, images: ImageReader | None = None) -> CallRequest:
         """Read a request in this form (`Dialect.read`)."""
         fields = Fields(body)
         reads_logprobs = fields.integer("logprobs", 0, 1) is not None

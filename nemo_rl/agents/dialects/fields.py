@@ -322,9 +322,16 @@ def part_text(part: Fields, text_types: Collection[str]) -> str:
     return part.required_text("refusal" if kind == "refusal" else "text", may_be_empty=True)
 
 
-def not_a_text(part: Fields, text_types: Collection[str]) -> CallError:
-    """Return an error that says that a part cannot be read."""
-    return part.unsupported("type", f"The policy reads texts only: give parts of type {' or '.join(text_types)}.")
+def not_a_text(part: Fields, text_types: Collection[str], image_types: Collection[str] = ()) -> CallError:
+    """Return an error that says that a part cannot be read.
+
+    Args:
+        text_types: types of parts that can be given.
+        image_types: types of parts with images that can be given, or none if only texts are read here.
+    """
+    allowed = " or ".join((*text_types, *image_types))
+    what = "Only texts and images are read here" if image_types else "Only texts are read here"
+    return part.unsupported("type", f"{what}: give parts of type {allowed}.")
 
 
 def tool_call(id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from nemo_rl.agents.dialects.images import ImageReader
 from nemo_rl.agents.endpoint.calls import CallAnswer, CallError, CallRequest
 
 type Body = Mapping[str, Any]
@@ -25,8 +26,11 @@ class Dialect(Protocol):
     path: str
     """Path of the API below the endpoint's address, for example `/v1/chat/completions`."""
 
-    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+    def read(self, body: Body, memory: SessionMemory, images: ImageReader | None = None) -> CallRequest:
         """Read a request.
+
+        Args:
+            images: reads the images of the request. None for a policy that reads text only.
 
         Raises:
             CallError: a field is wrong, or the endpoint does not support its value (status 400 for both).

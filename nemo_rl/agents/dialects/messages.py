@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.agents.dialects.fields import SEPARATOR, Fields, is_json, not_a_text, parts_of, text_of, tool_call
+from nemo_rl.agents.dialects.images import Contents, ImageReader, joined
 from nemo_rl.agents.dialects.interface import Body, Event, SessionMemory
 from nemo_rl.agents.dialects.openai_form import prompt_token_ids, token_ids
 from nemo_rl.agents.dialects.sampling import sampling_fields
 from nemo_rl.agents.dialects.tools import schema_tools, tool_choice
 from nemo_rl.agents.endpoint.calls import AnsweredToolCall, CallAnswer, CallError, CallRequest
 from nemo_rl.data.interfaces import Message
+from nemo_rl.data.messages.content import ImagePart, TextPart
 
 type Block = dict[str, Any]
 
@@ -41,13 +43,34 @@ def read_system(fields: Fields) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def read_messages(fields: Fields) -> list[Message]:
+def _read_image(block: Fields, images: ImageReader) -> ImagePart:
+    """Read a block `{"type": "image", "source": ...}`, with the image as base64 or its address."""
+    source = block.object("source")
+    if source is None:
+        raise block.wrong("source", "an object with type, media_type and data")
+    if source.one_of("type", ("base64", "url", "file")) == "file":
+        raise source.unsupported("type", 'Give the image itself in a source of type "base64".')
+    if source.values["type"] == "url":
+        return images.read(source.required_text("url"), source, "url")
+    if source.has("media_type") and not source.required_text("media_type").startswith("image/"):
+        raise source.wrong("media_type", "the type of an image, such as image/png")
+    return images.read(f"data:image;base64,{source.required_text('data')}", source, "data")
+
+
+_CONTENTS = Contents(_TEXTS, {"image": _read_image})
+
+
+def read_messages(fields: Fields, images: ImageReader | None = None) -> list[Message]:
     """Read the field `messages`.
+
+    Args:
+        images: reads the images of the messages. None for a policy that reads text only.
 
     Raises:
         CallError: the field is missing or empty, or a message is wrong.
     """
     messages: list[Message] = []
+    reader = images or ImageReader()
     for each in fields.objects("messages"):
         role = each.one_of("role", _ROLES)
         if not each.has("content"):
@@ -55,7 +78,7 @@ def read_messages(fields: Fields) -> list[Message]:
         if role == "assistant":
             messages.append(_read_answer(each))
         elif role == "user":
-            messages += _read_user(each)
+            messages += _read_user(each, reader)
         else:
             messages.append({"role": role, "content": text_of(each, _TEXTS)})
     if not messages:
@@ -63,21 +86,22 @@ def read_messages(fields: Fields) -> list[Message]:
     return messages
 
 
-def _read_user(fields: Fields) -> list[Message]:
-    """Return a message for each result of a tool, and a message with all texts if there are texts or no results."""
+def _read_user(fields: Fields, images: ImageReader) -> list[Message]:
+    """Return a message for each result of a tool, and one with all other blocks if there are any, or no results."""
     results: list[Message] = []
-    texts: list[str] = []
+    others: list[TextPart | ImagePart] = []
     for block in parts_of(fields, "text"):
         kind = block.required_text("type")
         if kind == "tool_result":
             tool_call_id = block.required_text("tool_use_id")
-            results.append({"role": "tool", "content": text_of(block, _TEXTS), "tool_call_id": tool_call_id})
-        elif kind == "text":
-            texts.append(block.required_text("text", may_be_empty=True))
+            content = _CONTENTS.read(block, images)
+            results.append({"role": "tool", "content": content, "tool_call_id": tool_call_id})
+        elif kind == "text" or (kind == "image" and images.limits is not None):
+            others.append(_CONTENTS.part(block, images))
         else:
-            raise not_a_text(block, ("text", "tool_result"))
-    if texts or not results:
-        return [*results, {"role": "user", "content": SEPARATOR.join(texts)}]
+            raise not_a_text(block, ("text", "tool_result"), () if images.limits is None else ("image",))
+    if others or not results:
+        return [*results, {"role": "user", "content": joined(others)}]
     return results
 
 
@@ -191,13 +215,13 @@ class Messages:
 
     path = "/v1/messages"
 
-    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+    def read(self, body: Body, memory: SessionMemory, images: ImageReader | None = None) -> CallRequest:
         """Read a request in this form (`Dialect.read`)."""
         fields = Fields(body)
         _refuse_unsupported(fields)
         if not fields.has("max_tokens"):
             raise fields.wrong("max_tokens", "an integer of at least 1")
-        messages = [*read_system(fields), *read_messages(fields)]
+        messages = [*read_system(fields), *read_messages(fields, images)]
         tools = schema_tools(fields)
         return CallRequest(
             messages=messages,

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.agents.dialects.fields import SEPARATOR, Fields, part_text, required_text_of, tool_call
+from nemo_rl.agents.dialects.images import Contents, ImageReader, check_detail
 from nemo_rl.agents.dialects.interface import Body, Event, SessionMemory
 from nemo_rl.agents.dialects.openai_form import error_body, exact_tokens, prompt_token_ids, token_ids
 from nemo_rl.agents.dialects.sampling import sampling_fields
 from nemo_rl.agents.dialects.tools import flat_tools, tool_choice
 from nemo_rl.agents.endpoint.calls import CallAnswer, CallError, CallRequest
 from nemo_rl.data.interfaces import Message
+from nemo_rl.data.messages.content import ImagePart
 
 type Item = dict[str, Any]
 
@@ -27,8 +29,22 @@ _ITEM_ID = re.compile(r"(?:rs|msg|fc)_(.+)_\d+")
 """Pattern of the `id` of an item that `items_of` has made: the answer's id, and the index of the item in the answer."""
 
 
-def read_items(fields: Fields) -> list[Message]:
+def _read_image(part: Fields, images: ImageReader) -> ImagePart:
+    """Read a part `{"type": "input_image", "image_url": ...}`."""
+    if part.has("file_id"):
+        raise part.unsupported("file_id", "Give the image itself as a data: address in image_url.")
+    check_detail(part)
+    return images.read(part.required_text("image_url"), part, "image_url")
+
+
+_CONTENTS = Contents(_TEXTS, {"input_image": _read_image})
+
+
+def read_items(fields: Fields, images: ImageReader | None = None) -> list[Message]:
     """Read the field `input`: a text of the user, or items.
+
+    Args:
+        images: reads the images of the items. None for a policy that reads text only.
 
     Raises:
         CallError: the field is missing, or an item is wrong or not supported.
@@ -37,7 +53,7 @@ def read_items(fields: Fields) -> list[Message]:
         return [{"role": "user", "content": fields.text("input")}]
     if not fields.has("input"):
         raise fields.wrong("input", "a text or a list of items")
-    reader = _ItemReader()
+    reader = _ItemReader(images or ImageReader())
     for item in fields.objects("input"):
         reader.add(item)
     return reader.finished()
@@ -51,7 +67,8 @@ class _ItemReader:
     before a tool's result or a message of another role.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, images: ImageReader) -> None:
+        self._images = images
         self._messages: list[Message] = []
         self._reasoning: list[str] = []
         self._open: Message | None = None
@@ -70,7 +87,7 @@ class _ItemReader:
             self._add_call(item)
         elif kind == "function_call_output":
             self._close()
-            output = required_text_of(item, _TEXTS, "output")
+            output = _CONTENTS.required(item, self._images, "output")
             message = {"role": "tool", "content": output, "tool_call_id": item.required_text("call_id")}
             self._messages.append(message)
         else:
@@ -91,8 +108,8 @@ class _ItemReader:
 
     def _add_message(self, item: Fields) -> None:
         role = item.one_of("role", _ROLES)
-        content = required_text_of(item, _TEXTS)
         if role == "assistant":
+            content = required_text_of(item, _TEXTS)
             if self._open is not None:
                 self._close()
             self._begin(item)
@@ -100,7 +117,7 @@ class _ItemReader:
             return
         self._close()
         self._called = None
-        self._messages.append({"role": role, "content": content})
+        self._messages.append({"role": role, "content": _CONTENTS.required(item, self._images)})
 
     def _add_call(self, item: Fields) -> None:
         arguments = item.required_text("arguments", may_be_empty=True)
@@ -200,7 +217,7 @@ class Responses:
 
     path = "/v1/responses"
 
-    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+    def read(self, body: Body, memory: SessionMemory, images: ImageReader | None = None) -> CallRequest:
         """Read a request in this form (`Dialect.read`).
 
         Raises:
@@ -209,7 +226,7 @@ class Responses:
         fields = Fields(body)
         _refuse_unsupported(fields)
         fields.flag("store")
-        messages = [*_instructions(fields), *_earlier(fields, memory), *read_items(fields)]
+        messages = [*_instructions(fields), *_earlier(fields, memory), *read_items(fields, images)]
         if not messages:
             raise fields.wrong("input", "a text or a list of at least one item")
         tools = flat_tools(fields)

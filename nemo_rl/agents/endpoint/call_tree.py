@@ -17,8 +17,8 @@ from functools import cached_property
 from typing import Any
 
 from nemo_rl.agents.endpoint.calls import CallRequest
+from nemo_rl.data.images.image import Image
 from nemo_rl.data.interfaces import Message
-from nemo_rl.data.messages.content import content_text
 from nemo_rl.data.messages.template_form import arguments_value
 from nemo_rl.experience.trajectory import Ending
 from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
@@ -48,6 +48,13 @@ class Call:
     """The limit of the run that cut the answer off, or None if no limit or the program's own limit did."""
     num_beginning: int = 0
     """Number of tokens at the end of `added` that are the beginning of the answer, written by the program."""
+    added_images: Sequence[Image] = ()
+    """Images of `added`, in the order of their tokens."""
+
+    @property
+    def images(self) -> list[Image]:
+        """All images of the conversation, in the order of their tokens."""
+        return [image for call in self.path for image in call.added_images]
 
     @property
     def path(self) -> "list[Call]":
@@ -171,16 +178,19 @@ def _with_message(digest: Digest, message: Message) -> Digest:
 def _identity(message: Message) -> list[Any]:
     """Return the parts of a message that are the same in equal messages.
 
-    Clients may send an answer back without reasoning and outer white space, and with calls in another format.
+    Clients may send an answer back without reasoning and outer white space, and with calls in another format. Images
+    are the same if their files have the same content.
     """
-    text = content_text(message.get("content") or "")
-    if message["role"] == "assistant":
-        text = text.strip()
+    said: Any = message.get("content") or ""
+    if isinstance(said, list):
+        said = [part["image"].digest if part["type"] == "image" else [part["text"]] for part in said]
+    elif message["role"] == "assistant":
+        said = said.strip()
     calls = [
         [call.get("id"), call["function"]["name"], arguments_value(call["function"].get("arguments"))]
         for call in message.get("tool_calls") or ()
     ]
-    return [message["role"], text, calls, message.get("tool_call_id"), message.get("name")]
+    return [message["role"], said, calls, message.get("tool_call_id"), message.get("name")]
 
 
 def _json(value: Any) -> str:

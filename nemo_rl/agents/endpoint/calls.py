@@ -18,9 +18,9 @@ class CallRequest:
     """A request of a program."""
 
     messages: Sequence[Message] = ()
-    """Conversation in OpenAI's form. Messages have `role` ("system", "user", "assistant", "tool"), `content` (a text)
-    and, where they apply, `tool_calls` (with `arguments` as JSON text), `tool_call_id`, `name` and `reasoning_content`.
-    A plain completion has no messages."""
+    """Conversation in OpenAI's form. Messages have `role` ("system", "user", "assistant", "tool"), `content` (a text,
+    or a list of texts and `images.image.Image`s as parts) and, where they apply, `tool_calls` (with `arguments` as JSON
+    text), `tool_call_id`, `name` and `reasoning_content`. A plain completion has no messages."""
     prompt: str | Sequence[int] | None = None
     """Text or token ids of a plain completion, or None for a conversation."""
     tools: Sequence[Mapping[str, Any]] = ()

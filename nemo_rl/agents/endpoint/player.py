@@ -19,6 +19,7 @@ from nemo_rl.agents.endpoint.server import MODEL, AgentEndpoint
 from nemo_rl.agents.endpoint.session import COUNTS, AgentSession, CallParts, CallSeed, SessionSettings, call_id_of
 from nemo_rl.agents.programs.interfaces import AGENT, CALL_REWARDS
 from nemo_rl.config.schema.agents import AgentEndpointConfig, AgentKeys
+from nemo_rl.data.images.messages import inputs_of
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.environments.interfaces import StepResult
@@ -29,12 +30,13 @@ from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingPa
 type Credit = Literal["all", "last"]
 
 
-def record(sample: Trajectory, tree: CallTree, credit: Credit) -> list[Call]:
+def record(sample: Trajectory, tree: CallTree, credit: Credit, tokenizer: TokenizerType | None = None) -> list[Call]:
     """Write the conversations of a finished program into its sample.
 
     Args:
         sample: sample with only its prompt. It does not change if nothing was sampled.
         credit: "all" if the reward trains all conversations, or "last" if it trains only the one that ended last.
+        tokenizer: tokenizer of the policy, which says how the images of conversations are read. None for texts alone.
 
     Returns:
         The calls in the order of the response turns of the sample.
@@ -49,8 +51,11 @@ def record(sample: Trajectory, tree: CallTree, credit: Credit) -> list[Call]:
     first = rows[0]
     sample.message_log, sample.prompt_length = first.message_log, first.prompt_length
     sample.weight_versions = first.weight_versions
+    inputs = [None if tokenizer is None else inputs_of(leaf.images, tokenizer) for leaf in leaves]
+    sample.row_inputs = inputs[0] or sample.row_inputs
     sample.branches = [
-        Branch(row.message_log, row.prompt_length, row.weight_versions, trains=credit == "all") for row in rows[1:]
+        Branch(row.message_log, row.prompt_length, row.weight_versions, trains=credit == "all", row_inputs=own)
+        for row, own in zip(rows[1:], inputs[1:], strict=True)
     ]
     sample.num_turns = len(tree.calls)
     return [call for row in rows for call in row.calls]
@@ -169,7 +174,9 @@ class AgentPlayer:
         """
         endpoint = await self._started()
         settings = await self._settings_of(sample.task_name, section)
-        parts = CallParts(self.generation, self.tokenizer, self.text_rules, self.limits, sampling, trains)
+        parts = CallParts(
+            self.generation, self.tokenizer, self.text_rules, self.limits, sampling, trains, sample.row_inputs
+        )
         session = AgentSession(parts, settings.session, seed_of)
         key = endpoint.open(session)
         started = asyncio.get_running_loop().time()
@@ -182,7 +189,7 @@ class AgentPlayer:
             await session.close()
         sample.generation_s += session.generation_s
         sample.environment_s += max(asyncio.get_running_loop().time() - started - session.generation_s, 0.0)
-        calls = record(sample, session.tree, settings.credit)
+        calls = record(sample, session.tree, settings.credit, self.tokenizer)
         _note(sample, session)
         step, rewards = _without_key(step)
         unknown = sorted(rewards.keys() - {call.id for call in calls})

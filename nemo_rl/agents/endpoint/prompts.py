@@ -11,8 +11,10 @@ import torch
 
 from nemo_rl.agents.endpoint.call_tree import Call, CallTree
 from nemo_rl.agents.endpoint.calls import CallRequest
-from nemo_rl.data.interfaces import Chat, Message, TokenizerType
-from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.images.image import Image
+from nemo_rl.data.images.messages import expanded, images_in, inputs_of
+from nemo_rl.data.interfaces import Chat, Message, RowInputs, TokenizerType
+from nemo_rl.data.messages.content import TextRules, content_text
 from nemo_rl.data.messages.encoding import encode_continuation, encode_text, render_chat
 from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.data.processors import prompt_entry
@@ -29,6 +31,13 @@ class Prompt:
     """Message with the `token_ids` that follow the parent's tokens."""
     num_beginning: int = 0
     """Number of tokens at the end that are the beginning of the answer, written by the program."""
+    added_images: Sequence[Image] = ()
+    """Images of `added`, in the order of their tokens."""
+
+    @property
+    def images(self) -> list[Image]:
+        """All images of the prompt, in the order of their tokens."""
+        return [*(self.parent.images if self.parent is not None else ()), *self.added_images]
 
     @cached_property
     def token_ids(self) -> list[int]:
@@ -59,8 +68,21 @@ class PromptRenderer:
         """Return the tokens of a request.
 
         Raises:
-            DataError: the messages cannot be rendered, or token ids are unknown.
+            DataError: the messages cannot be rendered, token ids are unknown, or the tokens are not those of the
+                images.
         """
+        prompt = self._rendered(request, tree)
+        inputs = self.inputs_of(prompt)
+        if inputs is not None and len(prompt.token_ids) < self.longest:
+            inputs.require(torch.tensor(prompt.token_ids))
+        return prompt
+
+    def inputs_of(self, prompt: Prompt | Call) -> RowInputs | None:
+        """Return the inputs of the model for the images of a conversation, or None if the policy reads text only."""
+        return inputs_of(prompt.images, self.tokenizer)
+
+    def _rendered(self, request: CallRequest, tree: CallTree) -> Prompt:
+        """Return the tokens of a request. The method raises the errors of `prompt`."""
         if request.prompt is not None:
             return self._plain(request.prompt, tree)
         if not request.continues_last:
@@ -72,7 +94,7 @@ class PromptRenderer:
         prompt = self._chat(replace(request, messages=messages), tree)
         ids = encode_continuation(str(beginning.get("content") or ""), self.tokenizer, self.longest)
         added = {**prompt.added, "token_ids": torch.cat([prompt.added["token_ids"], ids])}
-        return Prompt(prompt.parent, added, ids.numel())
+        return replace(prompt, added=added, num_beginning=ids.numel())
 
     def text(self, token_ids: list[int]) -> str:
         """Decode tokens, including special tokens."""
@@ -100,18 +122,18 @@ class PromptRenderer:
         history = tree.find(request)
         parent, new = history.parent, _for_template(request.messages[history.num_known :])
         if parent is None or not new:
-            return Prompt(None, self._first(request))
-        last = {"role": new[-1]["role"], "content": "\n".join(str(message["content"]) for message in new)}
+            return self._first(request)
+        last = {"role": new[-1]["role"], "content": "\n".join(content_text(message["content"]) for message in new)}
         observation = {**last, "messages": new}
         ids = self._renderer(request).token_ids(observation, parent.log, parent.prompt_length, self.longest)
-        prompt = Prompt(parent, {**last, "token_ids": ids})
+        prompt = Prompt(parent, {**last, "token_ids": ids}, added_images=images_in(new))
         if len(prompt.token_ids) >= self.longest or self._is_like_template(prompt, request):
             return prompt
         self.counts["unlike_template"] += 1
         if self.history == "keep":
             return prompt
         self.counts["new_trees"] += 1
-        return Prompt(None, self._first(request))
+        return self._first(request)
 
     def _is_like_template(self, prompt: Prompt, request: CallRequest) -> bool:
         """Return whether the chat template renders the whole history to the text of the kept tokens."""
@@ -126,17 +148,22 @@ class PromptRenderer:
         except DataError:
             return False  # the template refuses a history that can be continued
         kept = self.text(prompt.token_ids)
-        # Tokenizers may change a text, so texts that differ are compared again after encoding and decoding.
-        return kept == rendered or kept == self.text(encode_text(rendered, self.tokenizer).tolist())
+        if kept == rendered:
+            return True
+        # Tokenizers may change a text, so texts that differ are compared again after encoding and decoding. An image
+        # has one placeholder in the rendered text, and all of its tokens in the kept one.
+        (ids,) = expanded([encode_text(rendered, self.tokenizer)], prompt.images, self.tokenizer)
+        return kept == self.text(ids.tolist())
 
-    def _first(self, request: CallRequest) -> Message:
+    def _first(self, request: CallRequest) -> Prompt:
         """Render a conversation that does not continue a call."""
         chat: Chat = {
             "messages": _for_template(request.messages),
             "tools": _tools(request),
             "template_kwargs": request.template_kwargs,
         }
-        return prompt_entry(chat, self.tokenizer, self.longest, self.text_rules)
+        entry = prompt_entry(chat, self.tokenizer, self.longest, self.text_rules)
+        return Prompt(None, entry, added_images=images_in(request.messages))
 
     def _renderer(self, request: CallRequest) -> ObservationRenderer:
         key = json.dumps(dict(request.template_kwargs), sort_keys=True, default=repr)

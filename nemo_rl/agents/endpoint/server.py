@@ -270,7 +270,8 @@ class AgentEndpoint:
         def answer() -> Response:
             body = admitted.body()
             dialect = DIALECT_BY_PATH["/v1/chat/completions" if "messages" in body else "/v1/completions"]
-            tokens = session.token_ids(dialect.read({"model": MODEL, **body}, session.memory))
+            images = session.images.of_request()
+            tokens = session.token_ids(dialect.read({"model": MODEL, **body}, session.memory, images))
             return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
 
         return await session.on_thread(answer)
@@ -365,7 +366,7 @@ class AgentEndpoint:
 
 def _read(dialect: Dialect, body: dict[str, Any], session: AgentSession) -> tuple[dict[str, Any], CallRequest]:
     """Return the body of a request and its call. The function raises the errors of `Dialect.read`."""
-    return body, dialect.read(body, session.memory)
+    return body, dialect.read(body, session.memory, session.images.of_request())
 
 
 def _line(event: Event) -> bytes:

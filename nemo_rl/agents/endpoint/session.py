@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from nemo_rl.agents.dialects.images import ImageReader
 from nemo_rl.agents.endpoint.answers import (
     ID_LENGTH,
     AnswerReader,
@@ -34,7 +35,9 @@ from nemo_rl.agents.endpoint.calls import CallAnswer, CallEnd, CallError, CallRe
 from nemo_rl.agents.endpoint.exchanges import Answering, Exchange, Exchanges
 from nemo_rl.agents.endpoint.forms import with_form
 from nemo_rl.agents.endpoint.prompts import Prompt, PromptRenderer
-from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.data.images.image import IN_ROW
+from nemo_rl.data.images.messages import images_of
+from nemo_rl.data.interfaces import Message, RowInputs, TokenizerType
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.routed_experts import note_experts
 from nemo_rl.experience.trajectory import Ending, RolloutLimits
@@ -199,6 +202,16 @@ class CallParts:
     sampling: SamplingParams
     trains: bool = True
     """Whether the answers are trained, so that their log probabilities have to be those of the policy."""
+    row_inputs: RowInputs | None = None
+    """Inputs of the sample's row. Requests may name its images by their paths or addresses."""
+
+    def image_reader(self) -> ImageReader:
+        """Return a reader of the images of a sample's requests."""
+        if images_of(self.tokenizer) is None:
+            return ImageReader()
+        images = None if self.row_inputs is None else self.row_inputs.images
+        named = [] if images is None else [image for image in images.images if image.source != IN_ROW]
+        return ImageReader(self.text_rules.images, {image.source: image for image in named})
 
 
 @dataclass(eq=False)
@@ -221,6 +234,8 @@ class AgentSession:
     """Reason why the model's server gave no answer or withheld one, or None if all requests were answered."""
     memory: dict[str, Any] = field(init=False)
     """Memory that dialects use between requests."""
+    images: ImageReader = field(init=False)
+    """Reader of the images of requests."""
     generation_s: float = 0.0
     """Sum of the times in seconds that answers took."""
     exchanges: Exchanges = field(init=False)
@@ -251,6 +266,7 @@ class AgentSession:
         longest = parts.limits.max_sequence_length
         self.counts.clear()
         self.tree, self.memory, self._times_asked = CallTree(), {}, Counter()
+        self.images = parts.image_reader()
         self.unanswered = None
         self.exchanges = Exchanges(self.counts)
         self.budget = Budget(parts.limits, parts.sampling.max_new_tokens, settings.max_calls)
@@ -380,7 +396,8 @@ class AgentSession:
         started = asyncio.get_running_loop().time()
         at = None if prompt.parent is None else prompt.parent.served_by
         try:
-            asked = GenerationRequest(prompt.token_ids, sampling, seed, at, chat=chat)
+            inputs = self._prompts.inputs_of(prompt)
+            asked = GenerationRequest(prompt.token_ids, sampling, seed, at, inputs, chat)
             result = await self.parts.generation.generate(asked)
         except GenerationError as error:
             has_form = sampling.grammar is not None
@@ -436,6 +453,7 @@ class AgentSession:
             is_cut=is_cut,
             cut_by=grant.bound if is_cut else None,
             num_beginning=prompt.num_beginning,
+            added_images=prompt.added_images,
         )
         note_experts(call.log, result.routed_experts)
         if request.grammar is not None or request.forced_tool is not None:
@@ -464,7 +482,8 @@ def _identity(prompt: Prompt, request: CallRequest) -> str:
     distribution = (request.temperature, request.top_p, request.top_k)
     form = (request.grammar, request.forced_tool, request.calls_once)
     forms = [form] if request.grammar is not None or request.forced_tool is not None else []
-    content = json.dumps([prompt.token_ids, request.stop, asked, distribution, *forms])
+    images = [[image.digest for image in prompt.images]] if prompt.images else []
+    content = json.dumps([prompt.token_ids, request.stop, asked, distribution, *forms, *images])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from nemo_rl.agents.dialects.images import as_requested
 from nemo_rl.agents.programs.callables import CallableProgram, find_program
 from nemo_rl.agents.programs.commands import CommandProgram
 from nemo_rl.agents.programs.interfaces import (
@@ -166,7 +167,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         task, started = self._task(given[AGENT], row), time.perf_counter()
         with Boundary(Exception) as caught:  # programs and graders are user code, and the key must not be logged
             result = _without_key(await self._program.run(task), task)
-            graded = await self._graded(task, row, result)
+            graded = await self._graded(given[AGENT]["messages"], row, result)
         if caught:
             error = caught.take()
             has_reason = isinstance(error, AgentError | NemoRLError | OSError)
@@ -202,7 +203,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
     def _task(self, agent: Mapping[str, Any], row: Mapping[str, Any]) -> AgentTask:
         fields = list(row) if self._row_fields is None else self._row_fields
         return AgentTask(
-            messages=agent["messages"],
+            messages=as_requested(agent["messages"]),
             tools=agent.get("tools"),
             row={name: row[name] for name in fields if name in row},
             base_url=agent["base_url"],
@@ -212,12 +213,14 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
             timeout_s=self._timeout_s,
         )
 
-    async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> SampleGrade:
+    async def _graded(
+        self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], result: AgentResult
+    ) -> SampleGrade:
         """Return the program's reward, or the grader's reward for the program's answer."""
         if self._grader is not None:
             if result.answer is None:
                 raise AgentError("the program returned no answer for env.agent.grader")
-            return await self._grader.grade(task.messages, row, result.answer)
+            return await self._grader.grade(messages, row, result.answer)
         if result.reward is None:
             raise AgentError("the program returned no reward, and env.agent.grader is null")
         return SampleGrade({"": result.reward}, result.answer)

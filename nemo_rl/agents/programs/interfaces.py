@@ -138,7 +138,7 @@ class AgentTask:
     """
 
     messages: Sequence[Mapping[str, Any]]
-    """Messages of the prompt, as the data has them."""
+    """Messages of the prompt, as the data has them. Images are parts of the type `image_url` with data: addresses."""
     tools: Sequence[Mapping[str, Any]] | None
     """Tools of the row in OpenAI's form, or None if it has none."""
     row: Mapping[str, Any]

@@ -11,6 +11,7 @@ from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.base.value_types import (
     Amount,
     Count,
+    Factor,
     FactorOrZero,
     Mebibytes,
     ProgramMebibytes,
@@ -188,6 +189,19 @@ class ToolTokenizerConfig(Section):
     """Same as policy.tokenizer.chat_template."""
     chat_template_kwargs: dict[str, Any] | None = derived("${policy.tokenizer.chat_template_kwargs}")
     """Same as policy.tokenizer.chat_template_kwargs."""
+    use_processor: bool | None = derived("${policy.tokenizer.use_processor}")
+    """Same as policy.tokenizer.use_processor: whether the model reads images of tools."""
+
+
+class ToolImagesConfig(Section):
+    """Limits on the images that tools return."""
+
+    allow_urls: bool | None = derived("${data.images.allow_urls}")
+    """Download images of which a tool returns the http or https address."""
+    max_megapixels: Factor | None = derived("${data.images.max_megapixels}")
+    """Largest number of millions of pixels of an image."""
+    max_megabytes: Factor | None = derived("${data.images.max_megabytes}")
+    """Largest size of the image files of one call in millions of bytes."""
 
 
 class ToolEnvironmentConfig(Section):
@@ -211,6 +225,8 @@ class ToolEnvironmentConfig(Section):
     """Texts that end the responses, besides policy.generation.stop_strings."""
     tokenizer: ToolTokenizerConfig = Field(default_factory=ToolTokenizerConfig)
     """The tokenizer of the policy."""
+    images: ToolImagesConfig = Field(default_factory=ToolImagesConfig)
+    """Limits on images. A tool's image beyond them is an error that the model reads."""
 
 
 class RAGEnvironmentConfig(Section):

@@ -15,12 +15,14 @@ import hashlib
 import io
 import multiprocessing
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from nemo_rl.config.schema.data import ImagesConfig
+from nemo_rl.host.boundary import Boundary
 from nemo_rl.utils.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ _TURNED = (5, 6, 7, 8)
 """Values of the EXIF tag for the orientation that swap height and width."""
 _ORIENTATION = 0x0112
 _TIMEOUT_S = 20.0
+"""Time limit in seconds for each part of a download."""
+_DOWNLOAD_S = 120.0
+"""Time limit in seconds for a download."""
+IN_ROW = "data"
+"""Source of an image that its row, observation or request contains."""
 _RESIZE_KEYS = ("resized_height", "resized_width")
 
 
@@ -40,7 +47,7 @@ class Image:
         encoded: bytes of the file, or the reference of an object of Ray with these bytes.
         digest: sha256 of the bytes and of the requested size, in hexadecimal.
         size: width and height in pixels, after the file's orientation and the requested size.
-        source: path or address of the file, for messages and reports; "data" if the row contains the bytes.
+        source: path or address of the file, for messages and reports; `IN_ROW` if the row contains the bytes.
         resized: whether the row requested the size.
     """
 
@@ -69,6 +76,18 @@ class Image:
         """Decode the file to RGB, in its orientation and the requested size."""
         picture = _decoded(self.encoded)
         return picture.resize(self.size, resample=3) if self.resized else picture
+
+    def data_url(self) -> str:
+        """Return the image as a data: address, from which `load_image` reads the same pixels."""
+        from PIL import Image as pillow
+
+        encoded, kind = self.encoded, "image/png"
+        if self.resized:
+            encoded = _png(self.picture())
+        else:
+            with pillow.open(io.BytesIO(encoded)) as picture:
+                kind = pillow.MIME.get(str(picture.format), kind)
+        return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the image as plain values for a checkpoint, which contains the file of each image once."""
@@ -165,25 +184,29 @@ def _read(value: Any, limits: ImagesConfig) -> tuple[bytes, str]:
         given = value.get("bytes")
         if given is None:
             return _read(value.get("path"), limits)
-        return bytes(given), str(value.get("path") or "data")
+        return bytes(given), str(value.get("path") or IN_ROW)
     if isinstance(value, bytes | bytearray):
-        return bytes(value), "data"
+        return bytes(value), IN_ROW
     if isinstance(value, str | Path):
         return _read_address(str(value), limits)
     if hasattr(value, "save") and hasattr(value, "convert"):
-        buffer = io.BytesIO()
-        value.convert("RGB").save(buffer, format="PNG")
-        return buffer.getvalue(), "data"
+        return _png(value.convert("RGB")), IN_ROW
     raise DataError(
         f"an image is {type(value).__name__}; give a path, a data: address, bytes, or a mapping with bytes or path"
     )
+
+
+def _png(picture: "Picture") -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def _read_address(address: str, limits: ImagesConfig) -> tuple[bytes, str]:
     if address.startswith("data:"):
         head, _, body = address.partition(",")
         try:
-            return base64.b64decode(body, validate=True), "data"
+            return base64.b64decode(body, validate=True), IN_ROW
         except (binascii.Error, ValueError):
             raise DataError(f"the address {head[:40]!r} of an image is not valid base64") from None
     if address.startswith(("http://", "https://")):
@@ -207,15 +230,18 @@ def _download(address: str, limits: ImagesConfig) -> bytes:
         raise DataError("an image is an http address, which data.images.allow_urls=true would download")
     import httpx
 
+    deadline = time.monotonic() + _DOWNLOAD_S
     try:
         with httpx.stream("GET", address, timeout=_TIMEOUT_S, follow_redirects=True) as response:
             response.raise_for_status()
-            body = b""
+            body = bytearray()
             for piece in response.iter_bytes():
                 body += piece
                 if len(body) > limits.max_megabytes * 1e6:
                     break
-            return body
+                if time.monotonic() > deadline:
+                    raise DataError(f"the image {address} was not downloaded within {_DOWNLOAD_S:g} s")
+            return bytes(body)
     except httpx.HTTPError as error:
         raise DataError(f"the image {address} cannot be downloaded ({error})") from None
 
@@ -232,23 +258,30 @@ def _requested_size(part: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def _checked_size(encoded: bytes, source: str, limits: ImagesConfig) -> tuple[int, int]:
     """Decode a file once, and return width and height in its orientation."""
-    from PIL import Image as pillow
     from PIL import UnidentifiedImageError
 
-    try:
-        with pillow.open(io.BytesIO(encoded)) as picture:
-            width, height = picture.size
-            if width * height > limits.max_megapixels * 1e6:
-                raise DataError(
-                    f"the image {source} has {width} x {height} pixels, more than data.images.max_megapixels="
-                    f"{limits.max_megapixels:g} million"
-                )
-            picture.load()
-            return (height, width) if picture.getexif().get(_ORIENTATION) in _TURNED else (width, height)
-    except UnidentifiedImageError:
-        raise DataError(f"the image {source} is not in a format that Pillow reads") from None
-    except (OSError, ValueError, SyntaxError, EOFError, pillow.DecompressionBombError) as error:
-        raise DataError(f"the image {source} is broken ({error})") from None
+    with Boundary(Exception) as caught:  # decoders raise errors of any kind for broken files
+        return _size_of(encoded, source, limits)
+    error = caught.take()
+    if isinstance(error, DataError):
+        raise error
+    if isinstance(error, UnidentifiedImageError):
+        raise DataError(f"the image {source} is not in a format that Pillow reads")
+    raise DataError(f"the image {source} is broken ({error})")
+
+
+def _size_of(encoded: bytes, source: str, limits: ImagesConfig) -> tuple[int, int]:
+    from PIL import Image as pillow
+
+    with pillow.open(io.BytesIO(encoded)) as picture:
+        width, height = picture.size
+        if width * height > limits.max_megapixels * 1e6:
+            raise DataError(
+                f"the image {source} has {width} x {height} pixels, more than data.images.max_megapixels="
+                f"{limits.max_megapixels:g} million"
+            )
+        picture.load()
+        return (height, width) if picture.getexif().get(_ORIENTATION) in _TURNED else (width, height)
 
 
 def _decoded(encoded: bytes) -> "Picture":

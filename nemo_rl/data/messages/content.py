@@ -6,11 +6,12 @@ nor an image that was read (`images.image.Image`).
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from nemo_rl.config import DataConfig
 from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
+from nemo_rl.config.schema.data import ImagesConfig
 from nemo_rl.data.images.image import Image
 from nemo_rl.utils.errors import DataError
 
@@ -20,18 +21,24 @@ TOOL_ROLES = frozenset(("environment", "function", "ipython", "tool"))
 
 @dataclass(frozen=True)
 class TextRules:
-    """Rules that choose texts to encode as ordinary text, even if they contain control tokens such as `<|im_end|>`."""
+    """Rules for contents of messages, and limits on the images that environments and programs add.
+
+    Texts may be encoded as ordinary text even if they contain control tokens such as `<|im_end|>`.
+    """
 
     rows: bool = False
     """Whether texts in rows of data are encoded as ordinary text. Control tokens that the vocabulary does not mark as
     special, such as Qwen's `<think>`, are still encoded as tokens."""
     tools: bool = True
     """Whether texts of environments, and texts of `TOOL_ROLES` in rows, are encoded as ordinary text."""
+    images: ImagesConfig = field(default_factory=ImagesConfig.build)
+    """Limits on the files and pixels of images."""
 
 
 def text_rules(data: DataConfig | EvalDataConfig) -> TextRules:
     """Return the rules of a `data` section."""
-    return TextRules(rows=data.control_tokens_in_rows == "as_text", tools=data.control_tokens_from_tools == "as_text")
+    rows, tools = data.control_tokens_in_rows, data.control_tokens_from_tools
+    return TextRules(rows=rows == "as_text", tools=tools == "as_text", images=data.images)
 
 
 class TextPart(TypedDict):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from nemo_rl.config.schema.data import ImagesConfig
 from nemo_rl.data.images.messages import expanded, images_in, load_images, with_parts
 from nemo_rl.data.interfaces import Chat, LLMMessageLogType, Message, TokenizerType
 from nemo_rl.data.messages.content import IMAGE_MARK, TextRules, content_text
@@ -102,6 +101,8 @@ class ObservationRenderer:
         ids = self._continuation(
             self._added(*messages), self._head(messages[0]["role"]), message_log[-1]["token_ids"].tolist(), longest
         )
+        if longest is not None and ids.numel() > longest:
+            return ids  # the text may have been cut before its images
         return expanded([ids], images, self._tokenizer)[0]
 
     def read(self, observation: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class ObservationRenderer:
         return self._read([dict(observation)])[0]
 
     def _read(self, messages: list[Message]) -> list[Message]:
-        return load_images(messages, self._tokenizer, ImagesConfig.build())
+        return load_images(messages, self._tokenizer, self._rules.images)
 
     def message(self, observation: Mapping[str, Any]) -> Message:
         """Convert an observation to a message for `render_chat`, with quoted control tokens if the rules require it.

@@ -22,13 +22,15 @@ import torch
 
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.config.schema.kits import ToolEnvironmentConfig
+from nemo_rl.data.images.image import load_image
+from nemo_rl.data.messages.content import Content
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.kits.tools.grader import Grader, check_grader
 from nemo_rl.kits.tools.template import choose_parser, looks_like_a_call, response_text
-from nemo_rl.kits.tools.toolbox import Episode, make_toolbox
+from nemo_rl.kits.tools.toolbox import Episode, image_limits, make_toolbox
 from nemo_rl.kits.tools.vllm import ToolCall, text_of_answer
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
@@ -60,8 +62,8 @@ class ToolState(TypedDict):
 class CallResult:
     """Outcome of one call."""
 
-    text: str
-    """Text that the model reads."""
+    content: Content
+    """Text or parts that the model reads."""
     name: str | None = None
     """Name of the called tool, or None if the call could not be read."""
     kind: str | None = None
@@ -224,7 +226,27 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
             return CallResult(f"Error: {call.name}: {error}", call.name, "wrong_arguments")
         output = await episode.tools_of(call.name).call(call.name, arguments)
         kind = {"error": "tool_errors", "timeout": "tool_timeouts", None: None}[output.fault]
-        return CallResult(self._cut_to_tokens(output.text), call.name, kind)
+        if not output.parts:
+            return CallResult(self._cut_to_tokens(output.text), call.name, kind)
+        try:
+            return CallResult(await asyncio.to_thread(self._read, output.parts), call.name, kind)
+        except DataError as error:
+            return CallResult(f"Error: {call.name}: an image cannot be used: {error}", call.name, "tool_errors")
+
+    def _read(self, parts: Sequence[Mapping[str, Any]]) -> Content:
+        """Return parts with the files of their images.
+
+        Raises:
+            DataError: an image cannot be used.
+        """
+        limits = image_limits(self.cfg)
+        made: list[Any] = []
+        for part in parts:
+            if part["type"] == "text":
+                made.append({**part, "text": self._cut_to_tokens(part["text"])})
+            else:
+                made.append({**part, "image": load_image(part, limits).encoded})
+        return made
 
     def _cut_to_tokens(self, text: str) -> str:
         most = self.cfg.max_output_tokens
@@ -240,15 +262,16 @@ def _require_tokenizer(config: ToolEnvironmentConfig) -> None:
 
 
 def _tokenizer_of(config: ToolEnvironmentConfig) -> "TokenizerType":
-    return get_tokenizer(TokenizerConfig.build(**config.tokenizer.model_dump()), section="env.tools")
+    keys = config.tokenizer.model_dump() | {"use_processor": bool(config.tokenizer.use_processor)}
+    return get_tokenizer(TokenizerConfig.build(**keys), section="env.tools")
 
 
 def _turn(
     results: Sequence[CallResult], state: ToolState, *, is_invalid: bool = False, errors: list[str | None] | None = None
 ) -> EnvironmentReturn[ToolState]:
     """Return the outputs of tools as messages. The episode ends only if there is an error."""
-    messages = [{"role": "tool", "name": result.name or "tool", "content": result.text} for result in results]
-    text = "\n".join(result.text for result in results)
+    messages = [{"role": "tool", "name": result.name or "tool", "content": result.content} for result in results]
+    text = "\n".join(_text_of(result.content) for result in results)
     return EnvironmentReturn(
         observations=[{"role": "tool", "content": text, "messages": messages}],
         metadata=[state],
@@ -258,6 +281,13 @@ def _turn(
         errors=errors,
         invalid_tool_calls=[is_invalid],
     )
+
+
+def _text_of(content: Content) -> str:
+    """Return a content as text for logs, with `<image>` for each image."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else "<image>" for part in content)
 
 
 def _counted(state: ToolState, results: Sequence[CallResult], seconds: float) -> ToolState:

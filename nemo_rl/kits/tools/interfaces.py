@@ -7,7 +7,7 @@ import abc
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
@@ -151,6 +151,9 @@ class ToolOutput:
     """Text that the model reads."""
     fault: Fault | None = None
     """None if the tool succeeded, "error" if it failed, or "timeout" if it gave no answer in time."""
+    parts: Sequence[Mapping[str, Any]] = ()
+    """Text and image parts that the model reads in place of `text`, or none without an image. An image part has the
+    address of its image."""
 
 
 class OpenTools(abc.ABC):

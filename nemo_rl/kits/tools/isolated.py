@@ -14,11 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from nemo_rl.host.processes import import_path
 from nemo_rl.kits.tools.found import FoundTools
 from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource
+from nemo_rl.kits.tools.outputs import OutputLimits
 
 _START_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 1.0
@@ -34,17 +36,19 @@ class IsolatedTools(ToolSource):
         found: the function or class.
         name: name under which the process finds the function or class.
         timeout_s: deadline of a call in seconds.
-        max_bytes: largest length of an output in bytes.
+        limits: limits on an output.
         memory_limit_mb: limit of the address space in MB, in addition to what the imports use.
     """
 
-    def __init__(self, found: FoundTools, name: str, *, timeout_s: float, max_bytes: int, memory_limit_mb: int) -> None:
+    def __init__(
+        self, found: FoundTools, name: str, *, timeout_s: float, limits: OutputLimits, memory_limit_mb: int
+    ) -> None:
         self.specs = found.specs
         self._has_state = found.has_state
         self._arguments = {
             "name": name,
             "kwargs": dict(found.kwargs),
-            "max_bytes": max_bytes,
+            "limits": asdict(limits),
             "memory_limit_mb": memory_limit_mb,
         }
         self._timeout_s = timeout_s
@@ -87,7 +91,7 @@ class _OpenIsolated(OpenTools):
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
-            limit=_ESCAPES * self._arguments["max_bytes"] + 65536,
+            limit=_line_limit(OutputLimits(**self._arguments["limits"])),
         )
         greeting = await self._ask(dict(self._arguments), _START_TIMEOUT_S)
         if "error" in greeting:
@@ -106,7 +110,9 @@ class _OpenIsolated(OpenTools):
                 await self._kill()
                 lost = " Its state is lost." if self._has_state else ""
                 return ToolOutput(f"Error: {name}: {error}{lost}", "timeout" if _is_late(error) else "error")
-        return ToolOutput(reply["error"], "error") if "error" in reply else ToolOutput(reply["output"])
+        if "error" in reply:
+            return ToolOutput(reply["error"], "error")
+        return ToolOutput(reply["output"], parts=reply["parts"])
 
     async def close(self) -> None:
         """Give the object one second to close itself, and then kill the process and all processes that it started."""
@@ -159,6 +165,11 @@ async def _ended(process: asyncio.subprocess.Process, timeout_s: float = float("
     deadline = time.monotonic() + timeout_s
     while process.returncode is None and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
+
+
+def _line_limit(limits: OutputLimits) -> int:
+    """Return the largest length of an answer, which has the texts twice, and images as base64."""
+    return 2 * _ESCAPES * limits.max_bytes + 2 * limits.max_image_bytes + 65536
 
 
 def _is_late(error: BaseException) -> bool:

@@ -13,7 +13,8 @@ from typing import Any, override
 
 from nemo_rl.host.boundary import Boundary
 from nemo_rl.kits.tools.found import FoundTools
-from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, text_of_error, text_of_output
+from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, text_of_error
+from nemo_rl.kits.tools.outputs import OutputLimits, tool_output
 
 
 class LocalTools(ToolSource):
@@ -23,14 +24,14 @@ class LocalTools(ToolSource):
         found: the function or class.
         shared: whether all episodes use one object.
         timeout_s: deadline of a call in seconds.
-        max_bytes: largest length of an output in bytes.
+        limits: limits on an output.
     """
 
-    def __init__(self, found: FoundTools, *, shared: bool, timeout_s: float, max_bytes: int) -> None:
+    def __init__(self, found: FoundTools, *, shared: bool, timeout_s: float, limits: OutputLimits) -> None:
         self.specs = found.specs
         self._found = found
         self._shared = shared
-        self._limits = timeout_s, max_bytes
+        self._limits = timeout_s, limits
         self._lock = asyncio.Lock()
         self._common: _OpenLocal | None = None
 
@@ -51,27 +52,31 @@ class LocalTools(ToolSource):
 
 class _OpenLocal(OpenTools):
     def __init__(
-        self, methods: Mapping[str, Callable[..., Any]], close: Callable[[], None], timeout_s: float, max_bytes: int
+        self,
+        methods: Mapping[str, Callable[..., Any]],
+        close: Callable[[], None],
+        timeout_s: float,
+        limits: OutputLimits,
     ) -> None:
         self._methods = methods
         self._close = close
         self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
+        self._limits = limits
 
     @override
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        method, limit = self._methods[name], self._max_bytes
+        method, limits = self._methods[name], self._limits
 
-        def called() -> str:
-            return text_of_output(method(**arguments), limit)
+        def called() -> ToolOutput:
+            return tool_output(method(**arguments), limits)
 
-        async def awaited() -> str:
-            return text_of_output(await method(**arguments), limit)
+        async def awaited() -> ToolOutput:
+            return tool_output(await method(**arguments), limits)
 
         running = awaited() if inspect.iscoroutinefunction(method) else _on_thread(called)
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                return ToolOutput(await running)
+                return await running
         except (Exception, SystemExit) as error:  # boundary: the tool is user code
             if deadline.expired():
                 return ToolOutput(f"Error: {name} gave no answer in {self._timeout_s:g} s", "timeout")

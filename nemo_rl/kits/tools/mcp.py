@@ -10,10 +10,12 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, override
 
 from nemo_rl.host.boundary import Boundary, raised_as
-from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, ToolSpec, cut_to_bytes, text_of_error
+from nemo_rl.kits.tools.interfaces import OpenTools, ToolOutput, ToolSource, ToolSpec, text_of_error
+from nemo_rl.kits.tools.outputs import OutputLimits, Part, data_address, output_of_parts
 from nemo_rl.utils.errors import ConfigError
 
 MCP = "mcp"
@@ -30,19 +32,25 @@ class McpTools(ToolSource):
         variables: environment variables of the server.
         shared: whether all episodes use one server.
         timeout_s: deadline of a call in seconds.
-        max_bytes: largest length of an output in bytes.
+        limits: limits on an output.
 
     Raises:
         ConfigError: the server does not start, or offers no tools.
     """
 
     def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], *, shared: bool, timeout_s: float, max_bytes: int
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        *,
+        shared: bool,
+        timeout_s: float,
+        limits: OutputLimits,
     ) -> None:
         self._command = list(command)
         self._variables = dict(variables)
         self._shared = shared
-        self._limits = timeout_s, max_bytes
+        self._limits = timeout_s, limits
         self._lock = asyncio.Lock()
         self._common: _McpServer | None = None
         with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop already
@@ -134,10 +142,10 @@ class _McpServer:
 
 
 class _OpenMcp(OpenTools):
-    def __init__(self, server: _McpServer, timeout_s: float, max_bytes: int, *, stops: bool) -> None:
+    def __init__(self, server: _McpServer, timeout_s: float, limits: OutputLimits, *, stops: bool) -> None:
         self._server = server
         self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
+        self._limits = limits
         self._stops = stops
 
     @override
@@ -147,14 +155,21 @@ class _OpenMcp(OpenTools):
         with Boundary(Exception) as caught:  # the server is another program
             async with asyncio.timeout(self._timeout_s) as deadline:
                 result = await self._server.client.call_tool(name, arguments)
+            output = output_of_parts(map(_part, result.content), self._limits)
         if caught:
             if deadline.expired():
                 return ToolOutput(f"Error: {name} gave no answer in {self._timeout_s:g} s", "timeout")
             return ToolOutput(text_of_error(caught.take()), "error")
-        texts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
-        return ToolOutput(cut_to_bytes("\n".join(texts), self._max_bytes), "error" if result.is_error else None)
+        return replace(output, fault="error") if result.is_error else output
 
     @override
     async def close(self) -> None:
         if self._stops:
             await self._server.stop()
+
+
+def _part(block: Any) -> Part:
+    """Return a block of a result as a part. A block that is neither text nor an image is named by its type."""
+    if block.type == "image":
+        return {"type": "image", "image": data_address(block.data)}
+    return {"type": "text", "text": getattr(block, "text", f"[{block.type}]")}

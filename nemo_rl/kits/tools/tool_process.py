@@ -3,10 +3,10 @@
 `isolated` starts it as `python -m nemo_rl.kits.tools.tool_process PARENT_PID`. Invariant: the process ends when its
 parent ends, it answers each request with one line, and nothing that a tool prints reaches the protocol or a log.
 
-    first request  {"name": str, "kwargs": {}, "metadata": any, "max_bytes": int, "memory_limit_mb": int}
+    first request  {"name": str, "kwargs": {}, "metadata": any, "limits": {}, "memory_limit_mb": int}
     reply          {"ready": true} | {"error": str}
     request        {"tool": str, "arguments": {}}
-    reply          {"output": str} | {"error": str}
+    reply          {"output": str, "parts": []} | {"error": str}
 """
 
 import asyncio
@@ -22,7 +22,8 @@ from typing import Any, TextIO
 from nemo_rl.host.boundary import Boundary
 from nemo_rl.host.processes import die_with_parent, limit_memory
 from nemo_rl.kits.tools.found import FoundTools, find_tools
-from nemo_rl.kits.tools.interfaces import text_of_error, text_of_output
+from nemo_rl.kits.tools.interfaces import text_of_error
+from nemo_rl.kits.tools.outputs import OutputLimits, tool_output
 
 
 def main(parent_pid: int) -> int:
@@ -38,21 +39,23 @@ def main(parent_pid: int) -> int:
         _send(replies, {"error": text_of_error(caught.take())})
         return 1
     _send(replies, {"ready": True})
+    limits = OutputLimits(**first["limits"])
     for line in requests:
-        _send(replies, _called(found, methods, json.loads(line), first["max_bytes"]))
+        _send(replies, _called(found, methods, json.loads(line), limits))
     close()
     return 0
 
 
 def _called(
-    found: FoundTools, methods: Mapping[str, Callable[..., Any]], request: Mapping[str, Any], max_bytes: int
-) -> dict[str, str]:
+    found: FoundTools, methods: Mapping[str, Callable[..., Any]], request: Mapping[str, Any], limits: OutputLimits
+) -> dict[str, Any]:
     """Make one call and return its output, or the error that it raised."""
     with Boundary(Exception) as caught:  # the tool is user code
         # JSON reduced the arguments to plain values. This converts them to the types of the type hints again.
         arguments = found.specs[request["tool"]].checked(request["arguments"])
         value = methods[request["tool"]](**arguments)
-        return {"output": text_of_output(asyncio.run(value) if inspect.iscoroutine(value) else value, max_bytes)}
+        output = tool_output(asyncio.run(value) if inspect.iscoroutine(value) else value, limits)
+        return {"output": output.text, "parts": list(output.parts)}
     return {"error": text_of_error(caught.take())}
 
 

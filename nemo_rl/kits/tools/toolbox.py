@@ -8,12 +8,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_rl.config.schema.data import ImagesConfig
 from nemo_rl.config.schema.kits import ToolConfig, ToolEnvironmentConfig
 from nemo_rl.kits.tools.found import find_tools
 from nemo_rl.kits.tools.interfaces import OpenTools, ToolSource, ToolSpec
 from nemo_rl.kits.tools.isolated import IsolatedTools
 from nemo_rl.kits.tools.local import LocalTools
 from nemo_rl.kits.tools.mcp import MCP, McpTools
+from nemo_rl.kits.tools.outputs import OutputLimits
 from nemo_rl.kits.tools.sandboxed import PYTHON, SandboxedPython
 from nemo_rl.utils.errors import ConfigError
 
@@ -89,6 +91,19 @@ def make_toolbox(config: ToolEnvironmentConfig) -> Toolbox:
     return Toolbox([_source(entry, f"env.tools.tools.{n}", config) for n, entry in enumerate(config.tools)])
 
 
+def limits_of(config: ToolEnvironmentConfig) -> OutputLimits:
+    """Return the limits on the outputs of a section's tools."""
+    if not config.tokenizer.use_processor:
+        return OutputLimits(config.max_output_bytes)
+    return OutputLimits(config.max_output_bytes, int(image_limits(config).max_megabytes * 1e6))
+
+
+def image_limits(config: ToolEnvironmentConfig) -> ImagesConfig:
+    """Return the limits on images that tools of a section return. Keys that are null have the limits' own defaults."""
+    given = config.images.model_dump()
+    return ImagesConfig.build(**{name: value for name, value in given.items() if value is not None})
+
+
 def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> ToolSource:
     timeout_s = entry.timeout_s or config.timeout_s
     if entry.name == MCP:
@@ -101,9 +116,7 @@ def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> Too
                 f"{place}.isolate=true: a server of MCP has a process of its own already. Remove the key."
             )
         variables = {name: str(value) for name, value in entry.kwargs.items()}
-        return McpTools(
-            entry.command, variables, shared=entry.shared, timeout_s=timeout_s, max_bytes=config.max_output_bytes
-        )
+        return McpTools(entry.command, variables, shared=entry.shared, timeout_s=timeout_s, limits=limits_of(config))
     if entry.name == PYTHON:
         if entry.isolate or entry.shared:
             raise ConfigError(f"{place}: each program of name=python has a sandbox. Remove isolate and shared.")
@@ -112,13 +125,13 @@ def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> Too
         raise ConfigError(f"{place}.command belongs to name=mcp, not to name={entry.name}.")
     found = find_tools(entry.name, entry.kwargs, f"{place}.name={entry.name!r}")
     if not entry.isolate:
-        return LocalTools(found, shared=entry.shared, timeout_s=timeout_s, max_bytes=config.max_output_bytes)
+        return LocalTools(found, shared=entry.shared, timeout_s=timeout_s, limits=limits_of(config))
     if entry.shared:
         raise ConfigError(f"{place}: isolate=true gives each episode a process, so shared=true cannot be set with it.")
     return IsolatedTools(
         found,
         entry.name,
         timeout_s=timeout_s,
-        max_bytes=config.max_output_bytes,
+        limits=limits_of(config),
         memory_limit_mb=entry.memory_limit_mb,
     )

@@ -124,15 +124,17 @@ class VllmEngine(SteppedEngine):
                 f"A prompt of {prompt_length} tokens leaves no room in the context of "
                 f"{self._max_model_len}{more} (policy.generation.engine.max_model_len)."
             )
+        images = None if request.row_inputs is None else request.row_inputs.images
         try:
             require_images(request.prompt_token_ids, request.row_inputs, self._media_tokens)
-            images = None if request.row_inputs is None else request.row_inputs.images
             self._submit(request_id, request.prompt_token_ids, self._sampling_params(request, room), images=images)
         except (VLLMValidationError, ValueError, DataError) as refusal:
             what = "vLLM refused a prompt" if request.sampling.grammar is None else REFUSED
             raise GenerationError(f"{what}: {refusal}") from refusal
         if will_be_scored:
             self._scoring.prompts[request_id] = request.prompt_token_ids
+            if images is not None:
+                self._scoring.images[request_id] = images
 
     def try_request(self, request_id: str, request: GenerationRequest) -> str | None:
         """Call `add_request`, and return why it refuses the request, or None."""
@@ -157,7 +159,8 @@ class VllmEngine(SteppedEngine):
 
     def _read(self, request_id: str) -> None:
         """Let vLLM read a drawn response before waiting requests, because a caller waits for the complete response."""
-        self._submit(request_id, self._scoring.tokens_to_read(request_id), reading(), priority=-1)
+        images = self._scoring.images.get(request_id)
+        self._submit(request_id, self._scoring.tokens_to_read(request_id), reading(), priority=-1, images=images)
 
     def _sampling_params(self, request: GenerationRequest, room: int) -> VllmSamplingParams:
         eos: int | None = getattr(self._engine.renderer.tokenizer, "eos_token_id", None)

@@ -17,6 +17,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
+from nemo_rl.data.images.rows import RowImages
 from nemo_rl.models.generation.interfaces import Grammar, SamplingParams
 from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
@@ -95,12 +96,15 @@ class ResponseScoring:
 
     prompts: dict[str, list[int]] = field(default_factory=dict)
     """Prompts of these responses, by request id."""
+    images: dict[str, RowImages] = field(default_factory=dict)
+    """Images of these prompts, by request id. A prompt without images may be missing."""
     drawn: dict[str, Finished] = field(default_factory=dict)
     """Completely sampled responses that are being read again, by request id."""
 
     def forget(self, request_id: str) -> None:
         """Drop a response."""
         self.prompts.pop(request_id, None)
+        self.images.pop(request_id, None)
         self.drawn.pop(request_id, None)
 
     def tokens_to_read(self, request_id: str) -> list[int]:
@@ -110,7 +114,8 @@ class ResponseScoring:
     def scored(self, output: RequestOutput) -> Finished:
         """Return the response with the log-probabilities of the second pass, and remove the request."""
         request_id = output.request_id
-        prompt, drawn = self.prompts.pop(request_id), self.drawn.pop(request_id)
+        prompt, drawn = self.prompts[request_id], self.drawn[request_id]
+        self.forget(request_id)
         # The first token of a prompt has no log-probability.
         values = of_tokens(drawn.token_ids, output.prompt_logprobs, num_before=len(prompt) - 1)
         return drawn._replace(logprobs=values)

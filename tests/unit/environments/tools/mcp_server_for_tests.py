@@ -5,6 +5,7 @@ import sys
 import time
 
 from mcp.server.mcpserver import MCPServer
+from mcp.types import ContentBlock, ImageContent, TextContent
 
 server = MCPServer("tests")
 notes: list[str] = []
@@ -46,6 +47,13 @@ def die() -> str:
 def much() -> str:
     """Return a million characters."""
     return "x" * 1_000_000
+
+
+@server.tool()
+def draw(data: str) -> list[ContentBlock]:
+    """Return an image between two texts."""
+    image = ImageContent(type="image", data=data, mime_type="image/png")
+    return [TextContent(type="text", text="before"), image, TextContent(type="text", text="after")]
 
 
 if __name__ == "__main__":
