@@ -62,7 +62,7 @@ CORES = {
 
 
 @dataclass(frozen=True)
-class Groups:
+class SequenceGroups:
     """The sequences of a packed row, in groups of similar lengths that are computed as one padded batch."""
 
     tokens: list[Tensor]
@@ -71,7 +71,7 @@ class Groups:
     """Index of each token of the row in the concatenated groups, `[T]` int64."""
 
     @classmethod
-    def of(cls, cu_seq_lens: Tensor) -> "Groups | None":
+    def of(cls, cu_seq_lens: Tensor) -> "SequenceGroups | None":
         """Group the sequences between the borders `[S + 1]` int32. None if there is only one sequence."""
         bounds = cu_seq_lens.tolist()
         spans = sorted(pairwise(bounds), key=lambda span: (span[0] - span[1], span[0]))
@@ -114,15 +114,15 @@ class _Borders:
     """
 
     def __init__(self) -> None:
-        self.groups: Groups | None = None
+        self.groups: SequenceGroups | None = None
         self.in_whole_model = False
         self._read: Callable[[], Tensor | None] = lambda: None
-        self._of_read: Groups | None = None
+        self._of_read: SequenceGroups | None = None
 
     def set(self, cu_seq_lens: Tensor | None) -> None:
         """Set the borders `[S + 1]` int32, or None for rows that are not packed. Each tensor is read only once."""
         if cu_seq_lens is not None and self._read() is not cu_seq_lens:
-            self._read, self._of_read = weakref.ref(cu_seq_lens), Groups.of(cu_seq_lens)
+            self._read, self._of_read = weakref.ref(cu_seq_lens), SequenceGroups.of(cu_seq_lens)
         self.groups = None if cu_seq_lens is None else self._of_read
 
 

@@ -20,7 +20,7 @@ from nemo_rl.models.dtensor.attention import (
     verify_packing,
 )
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.recurrent import CORES, Groups, respect_borders
+from nemo_rl.models.dtensor.recurrent import CORES, SequenceGroups, respect_borders
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
@@ -125,7 +125,7 @@ def test_a_padded_row_after_a_packed_one_has_no_borders() -> None:
 
 def test_sequences_of_similar_lengths_are_one_batch() -> None:
     bounds = torch.tensor([0, 10, 11, 500, 560, 1560])
-    groups = Groups.of(bounds)
+    groups = SequenceGroups.of(bounds)
     assert groups is not None
     assert [list(each.shape) for each in groups.tokens] == [[1, 1000], [1, 489], [3, 60]]
     row = torch.randn(1, 7, 1560)
@@ -133,7 +133,7 @@ def test_sequences_of_similar_lengths_are_one_batch() -> None:
     assert torch.equal(groups.row(batches, -1), row)
     assert batches[2].shape == (3, 7, 60)
     assert batches[2][2, :, 1:].abs().sum() == 0
-    assert Groups.of(torch.tensor([0, 9])) is None
+    assert SequenceGroups.of(torch.tensor([0, 9])) is None
 
 
 def gradients_of_an_update(rank: int, world_size: int, folder: str, values: dict[str, Any]) -> dict[str, Tensor]:
