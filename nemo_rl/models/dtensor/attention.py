@@ -30,8 +30,8 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, PackedRow, Piece, Scoring, plan_of_row
-from nemo_rl.models.dtensor.recurrent import respect_borders
 from nemo_rl.models.huggingface.load import WITHOUT_PACKING, attention_of_parts
+from nemo_rl.models.huggingface.recurrent import respect_borders
 from nemo_rl.models.training.inputs import packed_model_inputs
 from nemo_rl.models.training.shared_prefixes import share_prefixes
 from nemo_rl.utils.errors import ConfigError

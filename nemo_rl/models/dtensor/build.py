@@ -25,10 +25,10 @@ from nemo_rl.models.dtensor.heads import (
 )
 from nemo_rl.models.dtensor.lora import apply_lora
 from nemo_rl.models.dtensor.pipeline.stages import try_division
-from nemo_rl.models.dtensor.recurrent import respect_borders
 from nemo_rl.models.huggingface.layers import freeze_parts, hidden_states
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.probe_model import small_probe_model
+from nemo_rl.models.huggingface.recurrent import respect_borders
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.utils.errors import ConfigError
 

@@ -20,8 +20,8 @@ from nemo_rl.models.dtensor.attention import (
     verify_packing,
 )
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.recurrent import CORES, SequenceGroups, respect_borders
 from nemo_rl.models.huggingface.probe_model import small_probe_model
+from nemo_rl.models.huggingface.recurrent import CORES, SequenceGroups, respect_borders
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.inputs import packed_model_inputs
