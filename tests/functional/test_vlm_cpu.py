@@ -88,6 +88,16 @@ def test_a_stopped_run_with_images_repeats_the_plain_run_bit_for_bit(
 
 
 @pytest.mark.long
+def test_engines_that_differ_are_named_without_a_comparison_of_layers(start_example: StartExample) -> None:
+    """Rounding alone is above this limit."""
+    limit = "policy.generation.weight_sync.max_mult_prob_error=1.0000000001"
+    run = start_example("run_vlm_grpo.py", CONFIG, *FEW, NO_CHECKPOINT, "grpo.max_num_steps=1", limit)
+    assert run.finish() != 0
+    assert "The engines do not sample from the policy" in run.log()
+    assert "Layers are compared for rows without images only." in run.log()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_run_with_images_that_is_killed_at_random_moments_repeats_the_plain_run_bit_for_bit(
     start_example: StartExample, tmp_path: Path, seed: int

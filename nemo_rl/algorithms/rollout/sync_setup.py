@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.objectives import bounded_exp
 from nemo_rl.models.batch_rows import BatchRows, stale_tokens
@@ -99,10 +100,12 @@ class SyncProbe:
         row = int((errors_BT.sum(1) / batch["token_mask"].sum(1).clamp(min=1)).argmax())
         length = min(int(batch["input_lengths"][row]), MAX_COMPARED_TOKENS)
         token_ids = batch["input_ids"][row, :length].tolist()
+        only_tokens = ROW_INPUTS not in batch
+        suspects = self._suspects(token_ids) if only_tokens else "Layers are compared for rows without images only."
         return (
             f"The engines do not sample from the policy: after the weight sync mult_prob_error is {error:.4g}, at most "
             f"policy.generation.weight_sync.max_mult_prob_error={self._max_error} is allowed; nothing was learned from "
-            f"this batch. {self._suspects(token_ids)} Use another engine (policy.generation.backend=hf), the trainer's "
+            f"this batch. {suspects} Use another engine (policy.generation.backend=hf), the trainer's "
             "precision in the engine (policy.generation.engine.precision), or raise the limit if the difference is "
             "rounding."
         )
