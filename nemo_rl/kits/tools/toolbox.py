@@ -100,7 +100,11 @@ def limits_of(config: ToolEnvironmentConfig) -> OutputLimits:
 
 def image_limits(config: ToolEnvironmentConfig) -> ImagesConfig:
     """Return the limits on images that tools of a section return. Keys that are null have the limits' own defaults."""
-    given = config.images.model_dump()
+    given = {
+        "allow_urls": config.images.allow_urls,
+        "max_megapixels": config.images.max_megapixels,
+        "max_megabytes": config.images.max_megabytes,
+    }
     return ImagesConfig.build(**{name: value for name, value in given.items() if value is not None})
 
 
