@@ -53,20 +53,19 @@ def small_probe_model(hf: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ConfigError: the model has no list of layers, so it is not a decoder.
     """
-    name = type(hf).__name__
-    try:
-        return filled(of_few_layers(type(hf), smaller(deepcopy(hf.config))))
-    except ConfigError:
-        raise
-    except CANNOT_BE_MADE as error:
-        logger.info("%s has no smaller form (%r): testing it with layers of full size.", name, error)
-    try:
-        return filled(of_few_layers(type(hf), deepcopy(hf.config)))
-    except ConfigError:
-        raise
-    except CANNOT_BE_MADE as error:
-        logger.info("%s cannot be cut to a few layers (%r): testing all of its layers.", name, error)
-    return filled(without_memory(type(hf), deepcopy(hf.config)))
+    kind = type(hf)
+    for form in (_of_few_small_layers, of_few_layers):
+        try:
+            return filled(form(kind, deepcopy(hf.config)))
+        except ConfigError:
+            raise
+        except CANNOT_BE_MADE as error:
+            logger.info("%s has no smaller form (%r): testing it with more of its layers.", kind.__name__, error)
+    return filled(without_memory(kind, deepcopy(hf.config)))
+
+
+def _of_few_small_layers(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    return of_few_layers(kind, smaller(config))
 
 
 def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: int = 1) -> PreTrainedModel:
