@@ -220,14 +220,19 @@ def _packed_parameters(bounds: Sequence[int], device: torch.device) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     cumulative = to_device(torch.tensor(bounds, dtype=torch.int32), device)
-    longest = max(stop - start for start, stop in pairwise(bounds))
-    return PackedSeqParams(
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
         cu_seqlens_q_padded=cumulative,
         cu_seqlens_kv_padded=cumulative,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
         pad_between_seqs=False,
     )
+    # Recurrent layers read the sequence of each token from `seq_idx`, and mix the sequences without it. Given
+    # `total_tokens`, Megatron Core would compute it on the device, and wait for the device.
+    numbers = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
+    packed.total_tokens, packed.seq_idx = bounds[-1], to_device(numbers[None], device)
+    return packed

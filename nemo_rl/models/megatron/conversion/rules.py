@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.models.megatron.conversion.parts import Grouped, Part, Rule, Stacked
+from nemo_rl.models.megatron.model.families import sparse_layers
 from nemo_rl.utils.errors import ConfigError
 
 type LayerRules = Callable[[Any, int, str, str], Iterator[Rule]]
@@ -46,6 +47,8 @@ class Layers:
     mlp: LayerRules
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
     """Hub name of each norm of a layer, by Megatron Core's name."""
+    mlp_name: str = "mlp"
+    """Hub name of a layer's MLP."""
     mtp_norms: Mapping[str, str] | None = None
     """Hub name of each norm of a multi-token-prediction layer outside of its transformer layer, by Megatron Core's
     name. None if the family has no multi-token-prediction layers."""
@@ -77,7 +80,7 @@ class Layers:
         for parameter, name in self.norms.items():
             yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
         yield from self.attention(config, number, f"{ours}self_attention.", f"{theirs}self_attn.")
-        yield from self.mlp(config, number, f"{ours}mlp.", f"{theirs}mlp.")
+        yield from self.mlp(config, number, f"{ours}mlp.", f"{theirs}{self.mlp_name}.")
 
 
 def _same(parameter: str, name: str, dim: int | None = None, **values: Any) -> Rule:
@@ -133,12 +136,19 @@ def _latent_attention(config: Any, number: int, ours: str, theirs: str) -> Itera
         yield _same(f"{ours}linear_proj.bias", f"{theirs}o_proj.bias")
 
 
-def _gated_mlp(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of gate, up and down projection."""
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL_PROJECTIONS = ("w1", "w3", "w2")
+
+
+def _gated_mlp(
+    config: Any, number: int, ours: str, theirs: str, names: tuple[str, str, str] = _PROJECTIONS
+) -> Iterator[Rule]:
+    """Yield the rules of gate, up and down projection, which have these names in the hub's files."""
+    gate, up, down = names
     for kind in ("weight", "bias") if getattr(config, "mlp_bias", False) else ("weight",):
-        gate_up = (Part(f"{theirs}gate_proj.{kind}"), Part(f"{theirs}up_proj.{kind}"))
+        gate_up = (Part(f"{theirs}{gate}.{kind}"), Part(f"{theirs}{up}.{kind}"))
         yield Rule(f"{ours}linear_fc1.{kind}", gate_up, _GATED, dim=0)
-        yield _same(f"{ours}linear_fc2.{kind}", f"{theirs}down_proj.{kind}", dim=1 if kind == "weight" else None)
+        yield _same(f"{ours}linear_fc2.{kind}", f"{theirs}{down}.{kind}", dim=1 if kind == "weight" else None)
 
 
 def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
@@ -162,8 +172,11 @@ def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule
 
 
 def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Yield the rules of a router with correction bias, of experts and shared experts. The first layers are dense."""
-    if number < config.first_k_dense_replace:
+    """Yield the rules of a router with correction bias, of experts and shared experts, or of a dense layer.
+
+    Layers for multi-token prediction are like the last layer.
+    """
+    if not sparse_layers(config)[min(number, config.num_hidden_layers - 1)]:
         yield from _gated_mlp(config, number, ours, theirs)
         return
     yield _same(f"{ours}router.weight", f"{theirs}gate.weight")
@@ -171,6 +184,22 @@ def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[
     yield from _experts(config.n_routed_experts, ours, theirs)
     if config.n_shared_experts:
         yield from _gated_mlp(config, number, f"{ours}shared_experts.", f"{theirs}shared_experts.")
+
+
+def _minimax_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of a router, whose correction bias is not in the router's module, and of experts."""
+    yield _same(f"{ours}router.weight", f"{theirs}gate.weight")
+    yield _same(f"{ours}router.expert_bias", f"{theirs}e_score_correction_bias", full_precision=True)
+    for expert in range(config.num_local_experts):
+        prefixes = f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."
+        for rule in _gated_mlp(None, number, *prefixes, _MIXTRAL_PROJECTIONS):
+            yield replace(rule, expert=expert)
+
+
+def _grouped_biased_attention(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of attention with optional biases and norms of queries and keys."""
+    normed, biased = config.use_qk_norm, config.attention_bias
+    yield from _attention(config, number, ours, theirs, qkv_bias=biased, has_output_bias=False, normed_heads=normed)
 
 
 def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
@@ -195,6 +224,9 @@ FAMILIES: dict[str, Layers] = {
     "qwen3": Layers(partial(_attention, normed_heads=True), _gated_mlp),
     "qwen3_moe": Layers(partial(_attention, normed_heads=True), _qwen_moe),
     "deepseek_v3": Layers(_latent_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
+    "glm4_moe": Layers(_grouped_biased_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
+    "glm4_moe_lite": Layers(_latent_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
+    "minimax_m2": Layers(partial(_attention, normed_heads=True), _minimax_moe, mlp_name="block_sparse_moe"),
     "gemma3_text": Layers(partial(_attention, normed_heads=True), _gated_mlp, _SANDWICH_NORMS),
     "gpt_oss": Layers(partial(_attention, has_sinks=True), _gpt_oss_moe),
 }

@@ -25,6 +25,7 @@ from nemo_rl.config import report_findings
 from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.models.megatron.model.families import Family, Rotary, family_of
 from nemo_rl.models.megatron.model.layer_spec import HAVE_TE, choose_spec, mtp_spec
+from nemo_rl.models.megatron.model.layers import set_latent_eps
 from nemo_rl.models.megatron.model.model_check import check_overrides
 from nemo_rl.models.megatron.model.mtp import MTPModel
 from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS
@@ -296,6 +297,8 @@ def _build(
     rotary, scale = family.rotary(hf_config), family.embedding_scale(hf_config)
     if rotary is not None:
         _set_rotary(model, rotary)
+    if family.traits.latent_eps is not None:
+        set_latent_eps(model, family.traits.latent_eps)
     _reduce_experts_once(model)
     if scale is not None and model.pre_process:
         # # The factor is rounded as in transformers, which multiplies by a tensor of the weights' dtype.

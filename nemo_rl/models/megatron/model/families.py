@@ -29,6 +29,10 @@ class LayerTraits:
     """Whether outputs of attention and MLP are normalised before they are added to the residual stream."""
     two_rotaries: bool = False
     """Whether layers with a sliding window have other rotary frequencies than layers without one."""
+    joint_head_norms: bool = False
+    """Whether queries, and keys, are normalised over all heads together instead of each head alone."""
+    latent_eps: float | None = None
+    """Epsilon of the norms of latents, if it is not that of the other norms."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Rotary:
     """Rotary position embedding."""
 
     frequencies: Tensor
-    """`[D / 2]` float32, radians per token. `[D]` if layers differ, with the frequencies of windowed layers first."""
+    """`[R / 2]` float32, radians per token, for the first R numbers of a head. `[R]` if layers differ, with the
+    frequencies of windowed layers first."""
     scaling: float = 1.0
     """Factor of sine and cosine."""
 
@@ -148,12 +153,14 @@ def require_no_biases(hf_config: PretrainedConfig, *fields: str) -> None:
         require(hf_config, field, not getattr(hf_config, field, False), "these layers have no biases")
 
 
-def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rotary:
+def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None, *, partial_heads: bool = False) -> Rotary:
     """Return the rotary frequencies as transformers computes them. Megatron Core has fixed constants for some scalings.
 
     Args:
         hf_config: Hugging Face configuration of the model.
         layer_type: type of the layers, if frequencies differ by type.
+        partial_heads: whether the architecture can rotate only the first numbers of each head
+            (`partial_rotary_factor`).
 
     Raises:
         ConfigError: the frequencies depend on the length of a sequence, or their type is unknown.
@@ -163,9 +170,12 @@ def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rot
     where = "rope_parameters" if layer_type is None else f"rope_parameters.{layer_type}"
     why = "frequencies would depend on each sequence's length" if kind in _SCALED_BY_LENGTH else "it is unknown"
     require(hf_config, where, kind in ("default", "linear", "llama3", "yarn"), f"rope_type={kind}: {why}")
-    require(hf_config, where, parameters.get("partial_rotary_factor", 1.0) == 1.0, "all of a head is rotated")
-    width = head_size(hf_config)
-    require(hf_config, "head_dim", width % 2 == 0, f"a head of {width} numbers cannot be rotated in pairs")
+    share = parameters.get("partial_rotary_factor", 1.0)
+    require(hf_config, where, partial_heads or share == 1.0, "all of a head is rotated")
+    width = int(head_size(hf_config) * share)
+    require(
+        hf_config, "head_dim", width > 0 and width % 2 == 0, f"{width} numbers of a head cannot be rotated in pairs"
+    )
     if kind == "default":
         return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"), layer_type=layer_type)
@@ -270,20 +280,64 @@ class Qwen3Moe(Family):
         )
 
 
-_EPS_OF_LATENT_NORMS = 1e-6
+def sparse_layers(hf: PretrainedConfig) -> list[bool]:
+    """Return whether each layer of a model with sigmoid routing has experts."""
+    kinds = getattr(hf, "mlp_layer_types", None)
+    if kinds is not None:
+        return [kind == "sparse" for kind in kinds]
+    first = getattr(hf, "first_k_dense_replace", 0)
+    return [layer >= first for layer in range(hf.num_hidden_layers)]
+
+
+def _check_sigmoid_router(hf: PretrainedConfig) -> None:
+    """Refuse a router of the kind of DeepSeek-V3 that Megatron Core computes otherwise."""
+    require(hf, "norm_topk_prob", hf.norm_topk_prob, "the weights of the chosen experts are normalised")
+    require(hf, "num_experts_per_tok", hf.num_experts_per_tok > 1, "the weight of one expert is not normalised")
+    require_choice(hf, hf.n_routed_experts, normalised=False)
+    require(hf, "n_shared_experts", bool(hf.n_shared_experts), "layers with experts have at least one for all tokens")
+    each, rest = divmod(hf.n_routed_experts, hf.n_group)
+    reason = f"the {hf.n_routed_experts} experts are in groups of equal size, of two at least"
+    require(hf, "n_group", rest == 0 and (each > 1 or hf.n_group == 1), reason)
+    ratio = hf.num_experts_per_tok // hf.topk_group
+    require(
+        hf,
+        "num_experts_per_tok",
+        hf.n_group == 1 or ratio == 2,
+        f"a group is scored by its num_experts_per_tok // topk_group = {ratio} best experts, and {hf.model_type} "
+        "scores it by two",
+    )
+
+
+def _sigmoid_router(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of experts that are chosen by sigmoids and a correction bias, with shared experts."""
+    grouped = {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
+    return (grouped if hf.n_group > 1 else {}) | {
+        "num_moe_experts": hf.n_routed_experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_layer_freq": [int(sparse) for sparse in sparse_layers(hf)],
+        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+    }
 
 
 class DeepseekV3(Family):
-    """DeepSeek-V3 and R1, with multi-head latent attention, and experts chosen by groups with a correction bias."""
+    """Latent attention, and experts chosen by groups with a correction bias: DeepSeek-V3, R1, Kimi K2, GLM-4.7-Flash.
 
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
+    The norms of latents always have the epsilon 1e-6, whatever `rms_norm_eps` is.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "glm4_moe_lite")
+    traits: ClassVar[LayerTraits] = LayerTraits(latent_eps=1e-6)
 
     @override
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
         self._check(hf_config)
         fields = decoder_fields(hf_config)
         fields.pop("kv_channels")
-        return fields | self._attention(hf_config) | self._rotary(hf_config) | self._experts(hf_config)
+        return fields | self._attention(hf_config) | self._rotary(hf_config) | _sigmoid_router(hf_config)
 
     def rotary(self, hf_config: PretrainedConfig) -> Rotary | None:
         """Return None, because the layers have their own rotary embedding."""
@@ -297,29 +351,7 @@ class DeepseekV3(Family):
         require(
             hf, "num_key_value_heads", hf.num_key_value_heads == hf.num_attention_heads, "each head has its own keys"
         )
-        require(
-            hf,
-            "rms_norm_eps",
-            hf.rms_norm_eps == _EPS_OF_LATENT_NORMS,
-            f"the norms of the latents have eps {_EPS_OF_LATENT_NORMS}, and all norms share one",
-        )
-        require(hf, "norm_topk_prob", hf.norm_topk_prob, "the weights of the chosen experts are normalised")
-        require(hf, "num_experts_per_tok", hf.num_experts_per_tok > 1, "the weight of one expert is not normalised")
-        require_choice(hf, hf.n_routed_experts, normalised=False)
-        require(
-            hf, "n_shared_experts", bool(hf.n_shared_experts), "layers with experts have at least one for all tokens"
-        )
-        each, rest = divmod(hf.n_routed_experts, hf.n_group)
-        reason = f"the {hf.n_routed_experts} experts are in groups of equal size, of two at least"
-        require(hf, "n_group", rest == 0 and (each > 1 or hf.n_group == 1), reason)
-        ratio = hf.num_experts_per_tok // hf.topk_group
-        require(
-            hf,
-            "num_experts_per_tok",
-            hf.n_group == 1 or ratio == 2,
-            f"a group is scored by its num_experts_per_tok // topk_group = {ratio} best experts, and DeepSeek-V3 "
-            "scores it by two",
-        )
+        _check_sigmoid_router(hf)
 
     def _attention(self, hf: PretrainedConfig) -> dict[str, Any]:
         return {
@@ -358,25 +390,51 @@ class DeepseekV3(Family):
             "mscale_all_dim": all_dim or 0.0,
         }
 
-    def _experts(self, hf: PretrainedConfig) -> dict[str, Any]:
-        groups = (
-            {}
-            if hf.n_group == 1
-            else {
-                "moe_router_num_groups": hf.n_group,
-                "moe_router_group_topk": hf.topk_group,
-            }
-        )
-        return groups | {
-            "num_moe_experts": hf.n_routed_experts,
-            "moe_router_topk": hf.num_experts_per_tok,
-            "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            "moe_layer_freq": [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)],
-            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * (hf.n_shared_experts or 0) or None,
+
+class Glm4Moe(Family):
+    """GLM-4.5, 4.6 and 4.7, with partially rotated heads and the experts of DeepSeek-V3."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "GLM's MLP is gated by silu")
+        require_no_biases(hf_config, "mlp_bias")
+        _check_sigmoid_router(hf_config)
+        own = {"add_qkv_bias": hf_config.attention_bias, "qk_layernorm": hf_config.use_qk_norm}
+        return decoder_fields(hf_config) | _sigmoid_router(hf_config) | own
+
+    def rotary(self, hf_config: PretrainedConfig) -> Rotary:
+        """Return the frequencies of the rotated part of a head."""
+        return rotary_of(hf_config, partial_heads=True)
+
+
+class MiniMaxM2(Family):
+    """MiniMax-M2, with partially rotated heads and experts in every layer, which are chosen with a correction bias."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("minimax_m2",)
+    traits: ClassVar[LayerTraits] = LayerTraits(joint_head_norms=True)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "MiniMax's MLP is gated by silu")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
+        quiet = not hf_config.router_jitter_noise
+        require(hf_config, "router_jitter_noise", quiet, "the inputs of routers have no noise")
+        require_choice(hf_config, hf_config.num_local_experts, normalised=True)
+        return decoder_fields(hf_config) | {
+            "qk_layernorm": True,
+            "num_moe_experts": hf_config.num_local_experts,
+            "moe_router_topk": hf_config.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf_config.intermediate_size,
+            "moe_layer_freq": [1] * hf_config.num_hidden_layers,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         }
+
+    def rotary(self, hf_config: PretrainedConfig) -> Rotary:
+        """Return the frequencies of the rotated part of a head."""
+        return rotary_of(hf_config, partial_heads=True)
 
 
 _gelu = partial(F.gelu, approximate="tanh")
@@ -456,9 +514,12 @@ class GptOss(Family):
         )
 
 
-__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "LayerTraits", "Rotary", "family_of"]
+__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "LayerTraits", "Rotary", "family_of", "sparse_layers"]
 
-FAMILIES: tuple[Family, ...] = (Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe(), DeepseekV3(), Gemma3(), GptOss())
+FAMILIES: tuple[Family, ...] = (
+    *(Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe()),
+    *(DeepseekV3(), Glm4Moe(), MiniMaxM2(), Gemma3(), GptOss()),
+)
 MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))
 """Supported values of `model_type` in `config.json`. `conversion.rules` has rules for each value."""
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl.models.megatron.model.families import LayerTraits
 from nemo_rl.models.megatron.model.layers import (
     ExpertRowParallelLinear,
+    JointlyNormedAttention,
     PortableAttention,
     PortableLatentAttention,
     RMSNorm,
@@ -116,6 +117,8 @@ def _give(layer: Any, traits: LayerTraits, norm: Any) -> None:
     attention: ModuleSpec = layer.self_attention
     if traits.two_rotaries:
         attention.module = TwoRotaryAttention
+    if traits.joint_head_norms:
+        attention.module = JointlyNormedAttention
     if traits.output_norms:
         attention.submodules.linear_proj = with_output_norm(attention.submodules.linear_proj, norm)
         mlp = layer.mlp.keywords["submodules"]

@@ -38,7 +38,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nemo_rl.distributed.ranks.collectives import all_gather
+from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, reduce_gradient
 from nemo_rl.models.attention import AttentionPlan, PackedRow, Piece, Scoring, attend
 from nemo_rl.models.attention.kernels import CachedPass
 
@@ -117,7 +117,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self._eps, self._centred_at_zero = eps, config.layernorm_zero_centered_gamma
+        self.eps, self._centred_at_zero = eps, config.layernorm_zero_centered_gamma
         fill = torch.zeros if self._centred_at_zero else torch.ones
         self.weight = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=parameter_device(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., hidden_size]` along the last dimension."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self._centred_at_zero:
             return (wide * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
         return self.weight * wide.to(x.dtype)
@@ -259,6 +259,49 @@ class TwoRotaryAttention(SelfAttention):
         return super().forward(*args, rotary_pos_emb=own, **kwargs)
 
 
+class JointHeadNorm(nn.Module):
+    """RMS norm of queries or keys over all heads together, which tensor-parallel ranks divide.
+
+    Every rank has the whole weight, and uses the part of its own heads. Megatron Core sums the gradients of norms of
+    queries and keys over tensor-parallel ranks.
+
+    Args:
+        config: dtype of the weight and epsilon.
+        num_heads: number of heads of all ranks.
+        head_dim: width of a head.
+        group: tensor-parallel ranks. If there are more ranks than heads, adjacent ranks have the same head.
+    """
+
+    def __init__(self, config: TransformerConfig, num_heads: int, head_dim: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._eps, self._group = config.layernorm_epsilon, group if group.size() > 1 else None
+        self._width, self._copies = num_heads * head_dim, max(group.size() // num_heads, 1)
+        own = max(num_heads // group.size(), 1) * head_dim
+        first = group.rank() // self._copies * own
+        self._own = slice(first, first + own)
+        self.weight = nn.Parameter(torch.ones(self._width, dtype=config.params_dtype, device=parameter_device(config)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise this rank's heads `[..., H, D]`."""
+        wide = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True) / self._copies
+        squares = reduce_gradient(all_reduce(squares, self._group), self._group)
+        wide = wide * torch.rsqrt(squares / self._width + self._eps)
+        return (self.weight[self._own] * wide.to(x.dtype)).view_as(x)
+
+
+class JointlyNormedAttention(SelfAttention):
+    """Self-attention that normalises queries, and keys, over all heads together, as in MiniMax-M2."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # # The constructor makes norms of single heads, so they are replaced after it.
+        assert config.num_query_groups is not None and config.kv_channels is not None
+        group = self.pg_collection.tp
+        self.q_layernorm = JointHeadNorm(config, config.num_attention_heads, config.kv_channels, group)
+        self.k_layernorm = JointHeadNorm(config, config.num_query_groups, config.kv_channels, group)
+
+
 class ReplicatedLinear(nn.Module):
     """A linear layer without bias that tensor-parallel ranks do not divide.
 
@@ -318,6 +361,15 @@ def with_output_norm(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
             return self.post_layernorm(out), None
 
     return WithOutputNorm
+
+
+def set_latent_eps(model: nn.Module, eps: float) -> None:
+    """Set the epsilon of the norms of latents in all layers. Transformer Engine may fuse them into linear layers."""
+    for attention in (module for module in model.modules() if isinstance(module, MLASelfAttention)):
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            module = getattr(attention, name, None)
+            if hasattr(module, "eps"):
+                module.eps = eps
 
 
 class PortableLatentAttention(MLASelfAttention):

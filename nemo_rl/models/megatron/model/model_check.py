@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.models.megatron.conversion.rules import FAMILIES as LAYERS
-from nemo_rl.models.megatron.model.families import family_of
+from nemo_rl.models.megatron.model.families import family_of, sparse_layers
 
 _FIXED = (
     *("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm"),
@@ -105,7 +105,7 @@ def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Fi
             f"{key}: {policy.model_name!r} has {held} such layers (num_nextn_predict_layers). Set it to at most {held}"
             + (f", or {section}.megatron_cfg.mtp_use_repeated_layer=true." if held else ".")
         )
-    if model.first_k_dense_replace >= model.num_hidden_layers:
+    if not any(sparse_layers(model)):
         yield f"{key}: these layers have experts, and by first_k_dense_replace no other layer has. Set it to 0."
     if policy.reward_model_cfg.enabled:
         yield f"{key}: a reward model or critic predicts no tokens. Set it to 0."

@@ -40,6 +40,17 @@ _DEEPSEEK = {
     "n_group": 4,
     "topk_group": 2,
 }
+_GLM = {
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+_FLASH = {key: value for key, value in _DEEPSEEK.items() if "group" not in key and key != "first_k_dense_replace"}
+_KIMI_ROPE = _YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -64,6 +75,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_yarn": (
         "deepseek_v3",
         _DEEPSEEK | {"rope_parameters": _YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}},
+    ),
+    "kimi_k2": (
+        "deepseek_v3",
+        _DEEPSEEK | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "rope_parameters": _KIMI_ROPE},
+    ),
+    "glm4_moe": ("glm4_moe", _GLM | {"attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_air": ("glm4_moe", _GLM | {"rope_parameters": _YARN | {"partial_rotary_factor": 0.25}}),
+    "glm4_moe_lite": ("glm4_moe_lite", _FLASH | {"num_experts_per_tok": 3, "rms_norm_eps": 1e-3}),
+    "minimax_m2": (
+        "minimax_m2", {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3}
     ),
     "gemma3_text": (
         "gemma3_text",

@@ -17,7 +17,8 @@ from nemo_rl.utils.errors import ConfigError
 
 TOLERANCE = 1e-5
 """Relative to the largest entry of a tensor; float32 on both sides."""
-EXPERT_MODELS = [name for name in MODELS if "moe" in name or "deepseek" in name or "oss" in name]
+_DENSE = ("mistral", "qwen2", "qwen3", "gemma3_text")
+EXPERT_MODELS = [name for name in MODELS if name not in ("llama", "llama3_rope", *_DENSE)]
 MESHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "single": ({}, list(MODELS)),
     "tp2_sp": ({"tp": 2, "sp": True}, list(MODELS)),
@@ -28,7 +29,7 @@ MESHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ep2": ({"ep": 2}, EXPERT_MODELS),
 }
 CASES = [(mesh, name, packed) for mesh, (_, names) in MESHES.items() for name in names for packed in (False, True)]
-VARIANTS = ("llama3_rope", "qwen3_moe_sparse", "deepseek_v3_yarn")
+VARIANTS = ("llama3_rope", "qwen3_moe_sparse", "deepseek_v3_yarn", "kimi_k2", "glm4_moe_air")
 """Of families that have another model as well: how they differ shows without a mesh."""
 
 
@@ -84,14 +85,19 @@ REFUSED = [
     ("deepseek_v3", {"num_experts_per_tok": 2, "topk_group": 2}, "num_experts_per_tok // topk_group = 1"),
     ("deepseek_v3", {"num_experts_per_tok": 6, "topk_group": 2}, "num_experts_per_tok // topk_group = 3"),
     ("deepseek_v3", {"q_lora_rank": None}, "q_lora_rank"),
-    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+    ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("glm4_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.1}},
+     "3 numbers of a head"),
+    ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave=False"),
+    ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    ("minimax_m2", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "values", "message"), REFUSED)
@@ -111,7 +117,7 @@ def test_a_single_expert_group_sets_no_router_groups():
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="model_type=gpt2; it knows deepseek_v3, gemma3_text, gpt_oss"):
+    with pytest.raises(ConfigError, match="model_type=gpt2; it knows deepseek_v3, gemma3_text, glm4_moe"):
         family_of(AutoConfig.for_model("gpt2"))
 
 

@@ -285,6 +285,19 @@ def check_float8_needs_transformer_engine() -> None:
     assert layer._fp8_workspaces == {}
 
 
+def check_packed_rows_name_the_sequence_of_each_token() -> None:
+    """Check against Megatron Core's computation on the device."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from nemo_rl.models.megatron.inputs import _packed_parameters
+
+    bounds = [0, 5, 7, 11]
+    cumulative = torch.tensor(bounds, dtype=torch.int32)
+    want = PackedSeqParams("thd", cumulative, cumulative, total_tokens=11).seq_idx
+    found = _packed_parameters(bounds, CPU)
+    assert found.total_tokens == 11 and found.seq_idx.dtype == want.dtype and torch.equal(found.seq_idx, want)
+
+
 def check_random_weights_follow_the_seed() -> None:
     random = {"perform_initialization": True}
     first, second, third = (chunks_of("llama", seed=seed, model_overrides=random)[0].state_dict() for seed in (3, 3, 4))

@@ -49,8 +49,8 @@ class Sequences:
         arguments = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": None}
         if self.packed:
             bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            longest = {"max_seqlen_q": max(LENGTHS), "max_seqlen_kv": max(LENGTHS)}
-            arguments["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, **longest)
+            sizes = {"max_seqlen_q": max(LENGTHS), "max_seqlen_kv": max(LENGTHS), "total_tokens": sum(LENGTHS)}
+            arguments["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, **sizes)
         return arguments
 
 
@@ -99,6 +99,7 @@ _RENAMED = {
     "mlp.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.gate.weight": "mlp.router.weight",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+    "mlp.e_score_correction_bias": "mlp.router.expert_bias",
     "mlp.router.weight": "mlp.router.weight",
     "mlp.router.bias": "mlp.router.bias",
 }
