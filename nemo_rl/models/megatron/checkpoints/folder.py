@@ -88,6 +88,10 @@ _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
 """Name by which Megatron Core stores the transformer layer of a multi-token-prediction layer."""
 _HALF = re.compile(r"_[wv]$")
 """Suffixes of the stored names of gate and up, the two halves of one parameter."""
+_BLOCK = re.compile(r"(?<=in_proj\.weight)\.(z|x|B|C|dt)$|(?<=conv1d_weight|\.conv1d_bias)\.(x|B|C)$")
+"""Suffixes of the stored names of the blocks of a Mamba-2 layer's parameters."""
+_IN_ORDER = ("_w", "_v", ".z", ".x", ".B", ".C", ".dt")
+"""Suffixes in the order of the parts in their parameter."""
 
 
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
@@ -96,10 +100,16 @@ def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for name in names:
-        parameter = own_name(_HALF.sub("", name).replace(".experts.experts.", ".experts.local_experts."))
+        parameter = own_name(
+            _HALF.sub("", _BLOCK.sub("", name)).replace(".experts.experts.", ".experts.local_experts.")
+        )
         parameter = _MTP_LAYER.sub(r"\1mtp_model_layer.", parameter)
         found.setdefault(parameter, []).append(name)
-    return {parameter: sorted(kept, key=lambda name: (name.endswith("_v"), name)) for parameter, kept in found.items()}
+    return {parameter: sorted(kept, key=_order) for parameter, kept in found.items()}
+
+
+def _order(name: str) -> int:
+    return next((number for number, suffix in enumerate(_IN_ORDER) if name.endswith(suffix)), 0)
 
 
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2

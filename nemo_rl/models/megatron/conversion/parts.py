@@ -99,6 +99,26 @@ class Grouped:
                 at += size
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Layout of one part with several blocks of rows, where each shard has its share of the first block, and so on."""
+
+    sizes: tuple[int, ...]
+    """Number of rows of each block of the whole part."""
+
+    def part_rows(self, num_rows: int) -> list[int]:
+        """Return the number of rows of the part."""
+        return [num_rows]
+
+    def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
+        """Yield the shard's share of each block."""
+        at = 0
+        for size in self.sizes:
+            rows = size // num_shards
+            yield Segment(0, at + shard * rows, at + (shard + 1) * rows)
+            at += size
+
+
 class TensorSource(Protocol):
     """Hub tensors by name, such as `TensorFiles`."""
 
@@ -138,7 +158,8 @@ class Part:
         first = 0 if self.interleaved else index * self.shape_in(tensor_shape)[0]
         step = of if self.interleaved else 1
         sides = [(first + rows.start * step, first + rows.stop * step), (columns.start, columns.stop)]
-        sides = sides[: len(self.shape_in(tensor_shape))]
+        shape = self.shape_in(tensor_shape)
+        sides = [*sides[: len(shape)], *((0, size) for size in shape[2:])]
         sides = sides[::-1] if self.transposed else sides
         sides = sides if self.expert is None else [(self.expert, self.expert + 1), *sides]
         return TensorBlock(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))

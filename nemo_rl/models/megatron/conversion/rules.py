@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_rl.models.huggingface.sizes import head_size
-from nemo_rl.models.megatron.conversion.parts import Grouped, Part, Rule, Stacked
+from nemo_rl.models.megatron.conversion.parts import Blocks, Grouped, Part, Rule, Stacked
 from nemo_rl.models.megatron.model.families import sparse_layers
 from nemo_rl.utils.errors import ConfigError
 
@@ -49,6 +49,12 @@ class Layers:
     """Hub name of each norm of a layer, by Megatron Core's name."""
     mlp_name: str = "mlp"
     """Hub name of a layer's MLP."""
+    layer_prefix: str = "model.layers."
+    """Hub name of the list of layers."""
+    embedding: str = "model.embed_tokens.weight"
+    """Hub name of the token embeddings."""
+    final_norm: str = "model.norm.weight"
+    """Hub name of the weight of the norm after all layers."""
     mtp_norms: Mapping[str, str] | None = None
     """Hub name of each norm of a multi-token-prediction layer outside of its transformer layer, by Megatron Core's
     name. None if the family has no multi-token-prediction layers."""
@@ -69,18 +75,31 @@ class Layers:
         if self.mtp_norms is None:
             raise ConfigError(f"model_type={config.model_type} has no multi-token-prediction layers.")
         number = config.num_hidden_layers + depth
-        ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{number}."
+        ours, theirs = f"mtp.layers.{depth}.", f"{self.layer_prefix}{number}."
         for parameter, name in self.mtp_norms.items():
             yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
         yield _same(f"{ours}eh_proj.weight", f"{theirs}eh_proj.weight", dim=0)
         yield from self._of(config, number, f"{ours}mtp_model_layer.")
 
     def _of(self, config: PretrainedConfig, number: int, ours: str) -> Iterator[Rule]:
-        theirs = f"model.layers.{number}."
+        theirs = f"{self.layer_prefix}{number}."
         for parameter, name in self.norms.items():
             yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
         yield from self.attention(config, number, f"{ours}self_attention.", f"{theirs}self_attn.")
         yield from self.mlp(config, number, f"{ours}mlp.", f"{theirs}{self.mlp_name}.")
+
+
+class NemotronLayers(Layers):
+    """Rules of the layers of Nemotron-H, which have one norm and one block: Mamba-2, attention, MLP or experts."""
+
+    def _of(self, config: PretrainedConfig, number: int, ours: str) -> Iterator[Rule]:
+        theirs, kind = f"{self.layer_prefix}{number}.", config.layers_block_type[number]
+        in_mlp = kind in ("mlp", "moe")
+        norm = "pre_mlp_layernorm" if in_mlp else "input_layernorm"
+        yield _same(f"{ours}{norm}.weight", f"{theirs}norm.weight")
+        rules = {"full_attention": self.attention, "linear_attention": _mamba, "mlp": self.mlp, "moe": _nemotron_moe}
+        place = "mlp" if in_mlp else "self_attention"
+        yield from rules[kind](config, number, f"{ours}{place}.", f"{theirs}mixer.")
 
 
 def _same(parameter: str, name: str, dim: int | None = None, **values: Any) -> Rule:
@@ -202,6 +221,38 @@ def _grouped_biased_attention(config: Any, number: int, ours: str, theirs: str) 
     yield from _attention(config, number, ours, theirs, qkv_bias=biased, has_output_bias=False, normed_heads=normed)
 
 
+def _plain_mlp(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of up and down projection."""
+    yield _same(f"{ours}linear_fc1.weight", f"{theirs}up_proj.weight", dim=0)
+    yield _same(f"{ours}linear_fc2.weight", f"{theirs}down_proj.weight", dim=1)
+
+
+def _nemotron_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of a router with correction bias, of experts and shared experts, all without gate."""
+    yield _same(f"{ours}router.weight", f"{theirs}gate.weight")
+    yield _same(f"{ours}router.expert_bias", f"{theirs}gate.e_score_correction_bias", full_precision=True)
+    for expert in range(config.n_routed_experts):
+        prefix = f"{ours}experts.local_experts.{expert}."
+        for rule in _plain_mlp(config, number, prefix, f"{theirs}experts.{expert}."):
+            name = "up_proj" if rule.dim == 0 else "down_proj"
+            yield replace(rule, expert=expert, stacked_parts=(Part(f"{theirs}experts.{name}", expert),))
+    yield from _plain_mlp(config, number, f"{ours}shared_experts.", f"{theirs}shared_experts.")
+
+
+def _mamba(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of a Mamba-2 layer. Ranks divide each block of its input projection and of its convolution."""
+    heads = config.mamba_num_heads
+    inner, state = heads * config.mamba_head_dim, config.n_groups * config.ssm_state_size
+    projected, convolved = Blocks((inner, inner, state, state, heads)), Blocks((inner, state, state))
+    yield Rule(f"{ours}in_proj.weight", (Part(f"{theirs}in_proj.weight"),), projected, dim=0)
+    for kind in ("weight", "bias"):
+        yield Rule(f"{ours}conv1d_{kind}", (Part(f"{theirs}conv1d.{kind}"),), convolved, dim=0)
+    for name in ("A_log", "D", "dt_bias"):
+        yield _same(f"{ours}{name}", f"{theirs}{name}", dim=0, full_precision=True)
+    yield _same(f"{ours}norm.weight", f"{theirs}norm.weight", dim=0)
+    yield _same(f"{ours}out_proj.weight", f"{theirs}out_proj.weight", dim=1)
+
+
 def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
     """Yield the rules of a router and experts. One transposed tensor has all experts with interleaved gate and up."""
     yield _same(f"{ours}router.weight", f"{theirs}router.weight")
@@ -227,16 +278,24 @@ FAMILIES: dict[str, Layers] = {
     "glm4_moe": Layers(_grouped_biased_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
     "glm4_moe_lite": Layers(_latent_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
     "minimax_m2": Layers(partial(_attention, normed_heads=True), _minimax_moe, mlp_name="block_sparse_moe"),
+    "nemotron_h": NemotronLayers(
+        partial(_attention, qkv_bias=False, has_output_bias=False),
+        _plain_mlp,
+        layer_prefix="backbone.layers.",
+        embedding="backbone.embeddings.weight",
+        final_norm="backbone.norm_f.weight",
+    ),
     "gemma3_text": Layers(partial(_attention, normed_heads=True), _gated_mlp, _SANDWICH_NORMS),
     "gpt_oss": Layers(partial(_attention, has_sinks=True), _gpt_oss_moe),
 }
 """Layer rules by `model_type` of the configuration."""
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
 OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_MTP = "mtp."
+"""Prefix of multi-token-prediction layers of families that do not number them among the other layers."""
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
@@ -250,6 +309,8 @@ class Rules:
     """Number of layers of the model, except multi-token-prediction layers."""
     num_mtp_layers: int
     """Number of multi-token-prediction layers in the model."""
+    embedding: str
+    """Hub name of the token embeddings."""
     is_tied: bool
     """Whether the head is the embedding (tied)."""
     has_scalar_head: bool
@@ -269,7 +330,9 @@ class Rules:
 
     def untrained_mtp(self, names: Iterable[str]) -> list[str]:
         """Return the given hub names of multi-token-prediction layers that the model does not have."""
-        return [name for name, layer in _numbered(names) if layer >= self.num_layers + self.num_mtp_layers]
+        names = list(names)
+        further = [name for name, layer in _numbered(names) if layer >= self.num_layers + self.num_mtp_layers]
+        return further + [name for name in names if name.startswith(_MTP)]
 
     def copies_in_mtp(self, names: Iterable[str]) -> dict[str, str]:
         """Return the given hub names of copies of embedding and head in multi-token-prediction layers.
@@ -278,7 +341,8 @@ class Rules:
             `{name of the copy: name of the tensor that it repeats}`.
         """
         own = range(self.num_layers, self.num_layers + self.num_mtp_layers)
-        repeated = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": EMBEDDING if self.is_tied else HEAD}
+        embedding, head = self.embedding, self.embedding if self.is_tied else HEAD
+        repeated = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
         found = {name: name.split(".", 3)[-1] for name, layer in _numbered(names) if layer in own}
         return {name: repeated[suffix] for name, suffix in found.items() if suffix in repeated}
 
@@ -304,18 +368,18 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False, num
             f"{', '.join(sorted(FAMILIES))}. policy.dtensor_cfg.enabled=true trains others."
         )
     tied = bool(hf_config.tie_word_embeddings) and not has_scalar_head
-    head = Rule(OUTPUT, (Part(EMBEDDING if tied else HEAD),), dim=0, copy_of_tied=tied)
+    head = Rule(OUTPUT, (Part(layers.embedding if tied else HEAD),), dim=0, copy_of_tied=tied)
     if has_scalar_head:
         head = Rule(OUTPUT, (Part(SCALAR_HEAD),))
     rules = [
-        Rule("embedding.word_embeddings.weight", (Part(EMBEDDING),), dim=0),
+        Rule("embedding.word_embeddings.weight", (Part(layers.embedding),), dim=0),
         *(rule for number in range(hf_config.num_hidden_layers) for rule in layers.of(hf_config, number)),
-        Rule("decoder.final_layernorm.weight", (Part("model.norm.weight"),)),
+        Rule("decoder.final_layernorm.weight", (Part(layers.final_norm),)),
         *(rule for depth in range(num_mtp_layers) for rule in layers.of_mtp(hf_config, depth)),
         head,
     ]
     by_parameter = {rule.parameter: rule for rule in rules}
-    return Rules(by_parameter, hf_config.num_hidden_layers, num_mtp_layers, tied, has_scalar_head)
+    return Rules(by_parameter, hf_config.num_hidden_layers, num_mtp_layers, layers.embedding, tied, has_scalar_head)
 
 
 def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
-from nemo_rl.models.megatron.conversion.rules import EMBEDDING, HEAD, OUTPUT, SCALAR_HEAD, Rules
+from nemo_rl.models.megatron.conversion.rules import HEAD, OUTPUT, SCALAR_HEAD, Rules
 from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[P
     names = set(files)
     left_out = {*rules.derived(names), *(untrained := rules.untrained_mtp(names))}
     if rules.is_tied and HEAD in names:
-        _require_tied(files)
+        _require_tied(files, rules.embedding)
     for copy, repeated in rules.copies_in_mtp(names).items():
         _require_copy(files, copy, repeated)
         left_out.add(copy)
@@ -71,10 +71,10 @@ def _stored_parts(rule: Rule, names: set[str]) -> tuple[Part, ...]:
     return rule.stacked_parts if stacked else rule.parts
 
 
-def _require_tied(files: TensorFiles) -> None:
-    if not files.equal(HEAD, EMBEDDING):
+def _require_tied(files: TensorFiles, embedding: str) -> None:
+    if not files.equal(HEAD, embedding):
         raise CheckpointError(
-            f"The configuration ties {HEAD} to {EMBEDDING}, but the files hold different values for them. Set "
+            f"The configuration ties {HEAD} to {embedding}, but the files hold different values for them. Set "
             "tie_word_embeddings=false in config.json or policy.hf_config_overrides for two weights."
         )
 

@@ -283,7 +283,8 @@ def _build(
 ) -> GPTModel:
     """Build the model of one stage."""
     kind = MTPModel if config.mtp_num_layers else GPTModel
-    layers = choose_spec(config, family.traits, stage, separate_norms=separate_norms)
+    hybrid = family.hybrid(hf_config)
+    layers = choose_spec(config, family.traits, stage, hybrid=hybrid, separate_norms=separate_norms)
     model = kind(
         config,
         layers,

@@ -31,8 +31,24 @@ class LayerTraits:
     """Whether layers with a sliding window have other rotary frequencies than layers without one."""
     joint_head_norms: bool = False
     """Whether queries, and keys, are normalised over all heads together instead of each head alone."""
+    wide_norms: bool = False
+    """Whether norms round after the product with their weight, and not before it."""
     latent_eps: float | None = None
     """Epsilon of the norms of latents, if it is not that of the other norms."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Layers with one norm and one block each, of which some are Mamba-2 blocks."""
+
+    kinds: tuple[str, ...]
+    """Block of each layer: linear_attention (Mamba-2), full_attention, mlp or moe."""
+    window: int
+    """Number of tokens of the convolution."""
+    chunk: int
+    """Number of tokens that the scan computes together."""
+    smallest_step: float
+    """Lower limit of the time steps."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,10 @@ class Family:
 
     def embedding_scale(self, hf_config: PretrainedConfig) -> float | None:
         """Return the factor of the token embeddings, or None if there is none."""
+        return None
+
+    def hybrid(self, hf_config: PretrainedConfig) -> Hybrid | None:
+        """Return the blocks of the layers, or None if every layer has attention and an MLP."""
         return None
 
 
@@ -437,6 +457,84 @@ class MiniMaxM2(Family):
         return rotary_of(hf_config, partial_heads=True)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """Return `max(x, 0)^2`."""
+    return F.relu(x).square()
+
+
+class NemotronH(Family):
+    """Nemotron-H and Nemotron 3, whose layers are Mamba-2, attention without positions, an MLP or experts."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("nemotron_h",)
+    traits: ClassVar[LayerTraits] = LayerTraits(wide_norms=True)
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        self._check(hf_config)
+        experts = "moe" in hf_config.layers_block_type
+        return (
+            self._attention(hf_config)
+            | (self._experts(hf_config) if experts else {})
+            | {
+                "num_layers": hf_config.num_hidden_layers,
+                "hidden_size": hf_config.hidden_size,
+                "ffn_hidden_size": hf_config.intermediate_size,
+                "normalization": "RMSNorm",
+                "layernorm_epsilon": hf_config.layer_norm_epsilon,
+                "gated_linear_unit": False,
+                "activation_func": squared_relu,
+                "add_bias_linear": False,
+                "hidden_dropout": 0.0,
+                "mamba_state_dim": hf_config.ssm_state_size,
+                "mamba_head_dim": hf_config.mamba_head_dim,
+                "mamba_num_groups": hf_config.n_groups,
+                "mamba_num_heads": hf_config.mamba_num_heads,
+            }
+        )
+
+    @override
+    def model_arguments(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        return super().model_arguments(hf_config) | {"position_embedding_type": "none"}
+
+    def rotary(self, hf_config: PretrainedConfig) -> Rotary | None:
+        """Return None, because attention has no positions."""
+        return None
+
+    @override
+    def hybrid(self, hf_config: PretrainedConfig) -> Hybrid:
+        step = hf_config.time_step_min
+        return Hybrid(tuple(hf_config.layers_block_type), hf_config.conv_kernel, hf_config.chunk_size, step)
+
+    def _check(self, hf: PretrainedConfig) -> None:
+        require(hf, "mlp_hidden_act", hf.mlp_hidden_act == "relu2", "the MLP squares a ReLU")
+        require(hf, "mamba_hidden_act", hf.mamba_hidden_act == "silu", "Mamba-2 layers have the activation silu")
+        require_no_biases(hf, "mlp_bias", "use_bias")
+        require(hf, "use_conv_bias", hf.use_conv_bias, "convolutions have biases")
+        require(hf, "residual_in_fp32", not hf.residual_in_fp32, "sums of layers have the dtype of the weights")
+        require(hf, "sliding_window", hf.sliding_window is None, "attention sees all earlier tokens")
+        divided = hf.mamba_num_heads % hf.n_groups == 0
+        require(hf, "n_groups", divided, f"they do not divide the {hf.mamba_num_heads} heads of Mamba-2 layers")
+
+    def _attention(self, hf: PretrainedConfig) -> dict[str, Any]:
+        heads, groups = hf.num_attention_heads, hf.num_key_value_heads
+        require(hf, "num_key_value_heads", heads % groups == 0, f"they do not divide the {heads} heads of queries")
+        return {
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "kv_channels": hf.head_dim,
+            "attention_dropout": hf.attention_dropout,
+        }
+
+    def _experts(self, hf: PretrainedConfig) -> dict[str, Any]:
+        _check_sigmoid_router(hf)
+        reason = "projections of experts to a latent space need Transformer Engine and are not converted"
+        require(hf, "moe_latent_size", hf.moe_latent_size is None, reason)
+        return _sigmoid_router(hf) | {
+            "moe_layer_freq": [int(kind == "moe") for kind in hf.layers_block_type],
+            "moe_shared_expert_intermediate_size": hf.moe_shared_expert_intermediate_size,
+        }
+
+
 _gelu = partial(F.gelu, approximate="tanh")
 
 
@@ -514,11 +612,11 @@ class GptOss(Family):
         )
 
 
-__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "LayerTraits", "Rotary", "family_of", "sparse_layers"]
+__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "Hybrid", "LayerTraits", "Rotary", "family_of", "sparse_layers"]
 
 FAMILIES: tuple[Family, ...] = (
     *(Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe()),
-    *(DeepseekV3(), Glm4Moe(), MiniMaxM2(), Gemma3(), GptOss()),
+    *(DeepseekV3(), Glm4Moe(), MiniMaxM2(), NemotronH(), Gemma3(), GptOss()),
 )
 MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))
 """Supported values of `model_type` in `config.json`. `conversion.rules` has rules for each value."""

@@ -4,6 +4,7 @@ Invariant: all layers of a model use the same specification. Both have the same 
 a norm into the next linear layer, the norm's weight has another name (`conversion` handles both).
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import (
@@ -13,14 +14,15 @@ from megatron.core.extensions.transformer_engine import (
     TENorm,
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from nemo_rl.models.megatron.model.families import LayerTraits
+from nemo_rl.models.megatron.model.families import Hybrid, LayerTraits
 from nemo_rl.models.megatron.model.layers import (
     ExpertRowParallelLinear,
     JointlyNormedAttention,
@@ -28,36 +30,67 @@ from nemo_rl.models.megatron.model.layers import (
     PortableLatentAttention,
     RMSNorm,
     TwoRotaryAttention,
+    WideRMSNorm,
     with_output_norm,
 )
+from nemo_rl.models.megatron.model.mamba import mamba_spec
 
 __all__ = ["HAVE_TE", "choose_spec", "mtp_spec"]
 
 
 def choose_spec(
-    config: TransformerConfig, traits: LayerTraits, vp_stage: int | None, *, separate_norms: bool = False
+    config: TransformerConfig,
+    traits: LayerTraits,
+    vp_stage: int | None,
+    *,
+    hybrid: Hybrid | None = None,
+    separate_norms: bool = False,
 ) -> TransformerBlockSubmodules:
     """Build the specification of one pipeline stage's layers.
 
     Args:
         config: configuration of the model; `transformer_impl` selects the specification.
         vp_stage: number of the virtual stage; None without virtual stages.
+        hybrid: blocks of the layers, if layers have one block each.
         separate_norms: do not fuse norms into the following linear layers, whose inputs adapters need.
     """
     engine = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
+    norm = TENorm if engine else WideRMSNorm if traits.wide_norms else RMSNorm
     layers = {id(spec.submodules): spec.submodules for spec in block.layer_specs}.values()
     for layer in layers:
         if not engine:
-            _make_portable(layer)
+            _make_portable(layer, norm)
         elif separate_norms:
             _separate_norms(layer, TENorm, TELayerNormColumnParallelLinear, TEColumnParallelLinear)
-        _give(layer, traits, TENorm if engine else RMSNorm)
+        _give(layer, traits, norm)
     if not engine:
-        block.layer_norm = RMSNorm
+        block.layer_norm = norm
+    if hybrid is not None:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        kinds = hybrid.kinds[first : first + len(block.layer_specs)]
+        specs = zip(kinds, block.layer_specs, strict=True)
+        block.layer_specs = [_with_one_block(spec, kind, mamba_spec(hybrid, engine), norm) for kind, spec in specs]
     return block
+
+
+def _with_one_block(spec: ModuleSpec, kind: str, mamba: ModuleSpec, norm: Any) -> ModuleSpec:
+    """Return the specification of a layer that has only one of its blocks, or a Mamba-2 block.
+
+    Args:
+        spec: a layer with attention and an MLP.
+        kind: block of the layer, as in `Hybrid.kinds`.
+        mamba: specification of a Mamba-2 block.
+        norm: class of the norm before it.
+    """
+    if kind in ("mlp", "moe"):
+        none = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+    else:
+        none = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    own = {"input_layernorm": norm, "self_attention": mamba} if kind == "linear_attention" else {}
+    return replace(spec, submodules=replace(spec.submodules, **none, **own))
 
 
 def mtp_spec(
@@ -80,9 +113,9 @@ def mtp_spec(
     return block
 
 
-def _make_portable(layer: Any) -> None:
+def _make_portable(layer: Any, norm: Any) -> None:
     """Replace modules that do not support sequence parallelism, packed rows or context parallelism."""
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention: ModuleSpec = layer.self_attention
     if attention.module is MLASelfAttention:
         attention.module = PortableLatentAttention

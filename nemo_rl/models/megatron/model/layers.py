@@ -131,6 +131,16 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class WideRMSNorm(RMSNorm):
+    """An `RMSNorm` that rounds after the product with the weight, as in Nemotron-H."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight.to(wide.dtype) * wide).to(x.dtype)
+
+
 class PortableAttention(MegatronModule):
     """Causal attention of one tensor-parallel rank's heads over padded, packed or divided rows.
 

@@ -62,6 +62,7 @@ def check_expressible(model: PretrainedConfig) -> dict[str, Any]:
     family.model_arguments(model)
     family.rotary(model)
     family.embedding_scale(model)
+    family.hybrid(model)
     return fields
 
 

@@ -51,6 +51,19 @@ _GLM = {
 }
 _FLASH = {key: value for key, value in _DEEPSEEK.items() if "group" not in key and key != "first_k_dense_replace"}
 _KIMI_ROPE = _YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 4,
+    "ssm_state_size": 8,
+    "chunk_size": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -86,6 +99,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": (
         "minimax_m2", {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3}
     ),
+    "nemotron_h": ("nemotron_h", _NEMOTRON),
+    "nemotron_h_dense": ("nemotron_h", _NEMOTRON),
     "gemma3_text": (
         "gemma3_text",
         {"sliding_window": 3, "head_dim": 32, "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
@@ -101,16 +116,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Name to model type and what differs from `_COMMON`; the first of a type has the type's name."""
-_HYBRID = ("gemma3_text", "gpt_oss")
+_WINDOWED = ["sliding_attention", "full_attention"]
+_KINDS = {
+    "gemma3_text": ("layer_types", _WINDOWED),
+    "gpt_oss": ("layer_types", _WINDOWED),
+    "nemotron_h": ("layers_block_type", ["linear_attention", "moe", "full_attention", "mlp"]),
+    "nemotron_h_dense": ("layers_block_type", ["linear_attention", "mlp", "full_attention"]),
+}
+"""Field with the kinds of layers, and kinds that alternate."""
 
 
 def hf_config(name: str, **values: Any) -> PretrainedConfig:
     """Return the configuration of one of `MODELS`, with other values."""
     model_type, own = MODELS[name]
     fields = _COMMON | own | values
-    if name in _HYBRID:
-        kinds = ["sliding_attention", "full_attention"] * fields["num_hidden_layers"]
-        fields = {"layer_types": kinds[: fields["num_hidden_layers"]]} | fields
+    if name in _KINDS:
+        field, kinds = _KINDS[name]
+        fields = {field: (kinds * fields["num_hidden_layers"])[: fields["num_hidden_layers"]]} | fields
     return AutoConfig.for_model(model_type, **fields)
 
 
@@ -137,6 +159,9 @@ def hf_model(
         for parameter in made.parameters():
             noise = torch.randn(parameter.shape, generator=gen)
             parameter.copy_(0.1 * noise + centre if parameter.dim() == 1 else 0.1 * noise)
+        for key, parameter in made.named_parameters():
+            if key.endswith(("A_log", "dt_bias")):  # states last for about 20 tokens
+                parameter.sub_(2.0 if "dt" in key else 3.0)
         for key, buffer in made.named_buffers():
             if "e_score_correction_bias" in key:
                 # Float32 as in the hub's files, whatever the format of the weights.

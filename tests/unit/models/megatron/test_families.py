@@ -29,7 +29,7 @@ MESHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ep2": ({"ep": 2}, EXPERT_MODELS),
 }
 CASES = [(mesh, name, packed) for mesh, (_, names) in MESHES.items() for name in names for packed in (False, True)]
-VARIANTS = ("llama3_rope", "qwen3_moe_sparse", "deepseek_v3_yarn", "kimi_k2", "glm4_moe_air")
+VARIANTS = ("llama3_rope", "qwen3_moe_sparse", "deepseek_v3_yarn", "kimi_k2", "glm4_moe_air", "nemotron_h_dense")
 """Of families that have another model as well: how they differ shows without a mesh."""
 
 

@@ -63,21 +63,50 @@ def reference(model: PreTrainedModel, sequences: Sequences) -> tuple[list[Tensor
     return [one.detach() for one in logits], global_tensors(model.config, gradients)
 
 
-_HEADS = ("score.weight", "lm_head.weight", "model.embed_tokens.weight")
+_HEADS = ("score.weight", "lm_head.weight", "model.embed_tokens.weight", "model.embeddings.weight")
 
 
 def global_tensors(config: Any, tensors: dict[str, Tensor | None]) -> dict[str, Any]:
     """Return tensors of a Hugging Face model in global names; the two halves of a gated layer as a pair."""
     tensors = {key: torch.zeros(0) if value is None else value for key, value in tensors.items()}
+    embedding, norm = ([key for key in tensors if key.startswith(f"model.{name}")] for name in ("embed", "norm"))
     out: dict[str, Any] = {
-        "embedding.word_embeddings.weight": tensors["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
+        "embedding.word_embeddings.weight": tensors[embedding[0]],
+        "decoder.final_layernorm.weight": tensors[norm[0]],
         "output_layer.weight": next(tensors[name] for name in _HEADS if name in tensors),
     }
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
         own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        out |= {f"decoder.layers.{layer}.{key}": value for key, value in _layer(config, own).items()}
+        found = _block(config, layer, own) if "norm.weight" in own else _layer(config, own)
+        out |= {f"decoder.layers.{layer}.{key}": value for key, value in found.items()}
+    return out
+
+
+def _block(config: Any, layer: int, own: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the tensors of a layer of Nemotron-H, which has one norm and one block."""
+    kind = config.layers_block_type[layer]
+    name = {"full_attention": "self_attn.", "linear_attention": "mamba."}.get(kind, "mlp.")
+    tensors = {key.replace("mixer.", name): value for key, value in own.items()}
+    norm = tensors.pop("norm.weight")
+    tensors["post_attention_layernorm.weight" if name == "mlp." else "input_layernorm.weight"] = norm
+    if kind == "linear_attention":
+        inner, state = config.mamba_num_heads * config.mamba_head_dim, config.n_groups * config.ssm_state_size
+        mixer = {key.removeprefix("mamba."): value for key, value in tensors.items() if key.startswith("mamba.")}
+        convolution = {key: value for key, value in mixer.items() if key.startswith("conv1d")}
+        mixer = {key: value for key, value in mixer.items() if key not in convolution}
+        mixer["in_proj.weight"] = mixer["in_proj.weight"].split([inner, inner, state, state, config.mamba_num_heads])
+        mixer |= {key.replace(".", "_"): value.split([inner, state, state]) for key, value in convolution.items()}
+        return {"input_layernorm.weight": norm} | {f"self_attention.{key}": value for key, value in mixer.items()}
+    out = _layer(config, tensors)
+    for place in ("mlp.", "mlp.shared_experts."):
+        if f"{place}up_proj.weight" in tensors:
+            out[f"{place}linear_fc1.weight"] = tensors[f"{place}up_proj.weight"]
+    for expert, both in enumerate(
+        zip(*(tensors.get(f"mlp.experts.{key}_proj", ()) for key in ("up", "down")), strict=True)
+    ):
+        prefix = f"mlp.experts.local_experts.{expert}."
+        out |= {f"{prefix}linear_fc1.weight": both[0], f"{prefix}linear_fc2.weight": both[1]}
     return out
 
 
