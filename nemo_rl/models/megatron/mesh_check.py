@@ -21,8 +21,17 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
 from nemo_rl.models.capacity.memory_trace import GRADIENT_OF_LOGITS, Parameters, RankMemory
 from nemo_rl.models.megatron.model.families import MODEL_TYPES
-from nemo_rl.models.training.mesh_rules import Mesh, check_context, check_experts, divided_layers, vocabulary
+from nemo_rl.models.training.mesh_rules import (
+    Divided,
+    Mesh,
+    check_context,
+    check_experts,
+    divided_layers,
+    vocabulary,
+)
 
+_WITH_MAMBA = ("nemotron_h",)
+_DIVIDED_KINDS = ("linear_attention", "mlp", "moe")
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
@@ -46,12 +55,13 @@ def check_mesh(
         )
         return
     if layout.tp > 1:
-        yield from mesh.indivisible("tp", chain(divided_layers(mesh), vocabulary(mesh)))
+        yield from mesh.indivisible("tp", chain(divided_layers(mesh), _mamba_layers(mesh), vocabulary(mesh)))
     yield from _check_sequence_parallel(mesh, asked, trains=section == "policy")
     yield from check_experts(mesh)
     yield from _check_expert_parts(mesh)
     yield from _check_dispatcher(mesh, asked)
-    yield from check_context(mesh)
+    yield from check_context(mesh, _DIVIDED_KINDS if mesh.model.model_type in _WITH_MAMBA else ())
+    yield from _check_mamba_context(mesh)
     yield from _check_pipeline(mesh, asked)
 
 
@@ -74,6 +84,25 @@ def _check_sequence_parallel(mesh: Mesh, asked: MegatronConfig, *, trains: bool)
             f"{mesh.key('tp')} trains the experts of {mesh.model.model_type} only with sequence parallelism. Set "
             f"{mesh.keys}.sequence_parallel=true."
         )
+
+
+def _mamba_layers(mesh: Mesh) -> Iterator[Divided]:
+    """Yield the parts of Mamba-2 layers that tensor-parallel ranks divide."""
+    if mesh.model.model_type in _WITH_MAMBA:
+        yield from mesh.divided("heads of the Mamba-2 layers", "mamba_num_heads")
+        yield from mesh.divided("groups of heads of the Mamba-2 layers", "n_groups")
+
+
+def _check_mamba_context(mesh: Mesh) -> Findings:
+    """Check that context-parallel ranks can exchange tokens for heads in Mamba-2 layers."""
+    cp, tp = mesh.layout.cp, mesh.layout.tp
+    if cp == 1 or mesh.model.model_type not in _WITH_MAMBA:
+        return
+    heads, groups = mesh.model.mamba_num_heads // tp, mesh.model.n_groups // tp
+    each = f"of each of the {tp} tensor-parallel ranks in Mamba-2 layers" if tp > 1 else "of the Mamba-2 layers"
+    yield from mesh.indivisible("cp", [Divided(f"heads {each} (mamba_num_heads)", heads)])
+    if groups and groups % cp and cp % groups:
+        yield from mesh.indivisible("cp", [Divided(f"groups of heads {each} (n_groups)", groups)])
 
 
 def _check_expert_parts(mesh: Mesh) -> Findings:

@@ -3,7 +3,7 @@
 Invariant: a finding contains the given size, the arithmetic, and the nearest sizes that fit the model and the ranks.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -18,6 +18,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 _WHOLE_SEQUENCE = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers in which tokens use only the keys and values of other tokens."""
 _KINDS = ("layer_types", "layers_block_type", "block_types")
+_SHARED = "moe_shared_expert_intermediate_size"
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
@@ -81,7 +82,8 @@ class Mesh:
     @property
     def experts(self) -> int | None:
         """The routed experts of a layer, or None for a dense model."""
-        return self.count(*_EXPERTS)
+        kinds = getattr(self.model, "layers_block_type", None)  # its configuration has a number of experts anyway
+        return None if kinds and "moe" not in kinds else self.count(*_EXPERTS)
 
     @property
     def layers(self) -> int:
@@ -132,6 +134,9 @@ def divided_layers(mesh: Mesh) -> Iterator[Divided]:
     if mesh.experts is None or _has_dense_layers(mesh):
         yield from mesh.divided("columns of the dense layers", "intermediate_size_mlp", "intermediate_size")
     yield from mesh.divided("columns of the shared expert", "shared_expert_intermediate_size")
+    if mesh.experts is not None and mesh.numbers(_SHARED):
+        yield from mesh.divided("columns of the shared expert", _SHARED)
+        return
     shared, width = getattr(model, "n_shared_experts", None), mesh.count("moe_intermediate_size")
     if shared and width:
         yield Divided("columns of the shared experts (n_shared_experts x moe_intermediate_size)", shared * width)
@@ -157,6 +162,7 @@ def _has_dense_layers(mesh: Mesh) -> bool:
         or (getattr(model, "decoder_sparse_step", None) or 1) > 1
         or (sparse is not None and len(sparse) < mesh.layers)
         or "dense" in (getattr(model, "mlp_layer_types", None) or ())
+        or "mlp" in (getattr(model, "layers_block_type", None) or ())
     )
 
 
@@ -170,12 +176,16 @@ def check_experts(mesh: Mesh) -> Findings:
     yield from mesh.indivisible("ep", routed_experts(mesh))
 
 
-def check_context(mesh: Mesh) -> Findings:
-    """Check that context-parallel ranks can divide the rows and the model's attention."""
+def check_context(mesh: Mesh, known: Collection[str] = ()) -> Findings:
+    """Check that context-parallel ranks can divide the rows and the model's layers.
+
+    Args:
+        known: kinds of layers besides attention whose tokens the backend divides.
+    """
     size = mesh.layout.cp
     if size == 1:
         return
-    others = sorted(_mixing_layers(mesh.model))
+    others = sorted(_mixing_layers(mesh.model) - set(known))
     if others:
         yield (
             f"{mesh.key('cp')}, but {mesh.model.model_type} has layers that need the tokens before theirs in one "

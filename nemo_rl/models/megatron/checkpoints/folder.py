@@ -88,8 +88,8 @@ _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
 """Name by which Megatron Core stores the transformer layer of a multi-token-prediction layer."""
 _HALF = re.compile(r"_[wv]$")
 """Suffixes of the stored names of gate and up, the two halves of one parameter."""
-_BLOCK = re.compile(r"(?<=in_proj\.weight)\.(z|x|B|C|dt)$|(?<=conv1d_weight|\.conv1d_bias)\.(x|B|C)$")
-"""Suffixes of the stored names of the blocks of a Mamba-2 layer's parameters."""
+_BLOCK = re.compile(r"(\.in_proj\.weight|\.conv1d_weight|\.conv1d_bias)\.(?:z|x|B|C|dt)$")
+"""Stored names of the blocks of a Mamba-2 layer's parameters."""
 _IN_ORDER = ("_w", "_v", ".z", ".x", ".B", ".C", ".dt")
 """Suffixes in the order of the parts in their parameter."""
 
@@ -100,9 +100,8 @@ def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for name in names:
-        parameter = own_name(
-            _HALF.sub("", _BLOCK.sub("", name)).replace(".experts.experts.", ".experts.local_experts.")
-        )
+        whole = _BLOCK.sub(r"\1", _HALF.sub("", name))
+        parameter = own_name(whole.replace(".experts.experts.", ".experts.local_experts."))
         parameter = _MTP_LAYER.sub(r"\1mtp_model_layer.", parameter)
         found.setdefault(parameter, []).append(name)
     return {parameter: sorted(kept, key=_order) for parameter, kept in found.items()}

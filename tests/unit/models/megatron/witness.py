@@ -102,11 +102,10 @@ def _block(config: Any, layer: int, own: dict[str, Tensor]) -> dict[str, Any]:
     for place in ("mlp.", "mlp.shared_experts."):
         if f"{place}up_proj.weight" in tensors:
             out[f"{place}linear_fc1.weight"] = tensors[f"{place}up_proj.weight"]
-    for expert, both in enumerate(
-        zip(*(tensors.get(f"mlp.experts.{key}_proj", ()) for key in ("up", "down")), strict=True)
-    ):
+    stacks = (tensors.get(f"mlp.experts.{key}_proj", ()) for key in ("up", "down"))
+    for expert, (up, down) in enumerate(zip(*stacks, strict=True)):
         prefix = f"mlp.experts.local_experts.{expert}."
-        out |= {f"{prefix}linear_fc1.weight": both[0], f"{prefix}linear_fc2.weight": both[1]}
+        out |= {f"{prefix}linear_fc1.weight": up, f"{prefix}linear_fc2.weight": down}
     return out
 
 

@@ -31,7 +31,7 @@ MESHES: dict[str, dict[str, int]] = {
     "tp2_pp2_ep2": {"tp": 2, "pp": 2, "ep": 2},
     "tp4": {"tp": 4},  # more ranks than key heads
 }
-MIXTURES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "gpt_oss")
+MIXTURES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "nemotron_h", "gpt_oss")
 """Families that expert parallelism divides."""
 UNDIVIDED_EXPERTS = ("gpt_oss",)
 """Megatron Core refuses expert-tensor parallelism for experts with biases."""
@@ -74,7 +74,7 @@ def _round_trip(folder: Path, sizes: dict[str, int]) -> str:
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
     config, want = AutoConfig.from_pretrained(folder), load_file(folder / "model.safetensors")
-    chunks = _chunks_of(config, want["model.embed_tokens.weight"].dtype, **sizes)
+    chunks = _chunks_of(config, want["lm_head.weight"].dtype if "lm_head.weight" in want else torch.float32, **sizes)
     load_huggingface(chunks, config, folder)
     return _same({name: tensor.clone() for name, tensor in exported(chunks, config)}, want)
 
