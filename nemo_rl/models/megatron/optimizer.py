@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
@@ -93,7 +94,23 @@ def build_optimizer(
         clip_grad=wanted.clip_grad or 0.0,
     )
     with parallel.cuda_names():
-        return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    for member in parts_of(optimizer):
+        if isinstance(member, DistributedOptimizer):
+            _number_weights(member)
+    return optimizer
+
+
+def _number_weights(member: DistributedOptimizer) -> None:
+    """Number the weights of each group as in torch's optimizer.
+
+    Megatron Core puts float32 weights before 16-bit weights in the groups of torch's optimizer, but numbers all weights
+    in the order of the model. A checkpoint of a group with both would contain the states of other weights.
+    """
+    groups = zip(member.model_fp32_groups, member.model_float16_groups, strict=True)
+    for group, (full, half) in enumerate(groups):
+        for number, parameter in enumerate([*full, *half]):
+            member.model_param_group_index_map[parameter] = (group, number)
 
 
 def is_on_gpu(chunks: Sequence[Any]) -> bool:

@@ -173,7 +173,12 @@ def test_a_layer_with_a_head_of_its_own_is_refused(tmp_path: Path, caplog) -> No
         ("deepseek_v3", {"num_nextn_predict_layers": 1}, {"mtp_num_layers": 3, "mtp_use_repeated_layer": True}, None),
         ("deepseek_v3", {"num_nextn_predict_layers": 1}, {"mtp_num_layers": 2}, "has 1 such layers.*at most 1, or"),
         ("deepseek_v3", {"num_nextn_predict_layers": 0}, {"mtp_num_layers": 1}, "has 0 such layers.*at most 0[.]"),
-        ("llama", {}, {"mtp_num_layers": 1}, "llama models have no such layers .deepseek_v3, glm4_moe, glm4_moe_lite models have"),
+        (
+            "llama",
+            {},
+            {"mtp_num_layers": 1},
+            "llama models have no such layers .deepseek_v3, glm4_moe, glm4_moe_lite models have",
+        ),
         (
             "deepseek_v3",
             {"num_nextn_predict_layers": 1, "first_k_dense_replace": 3},

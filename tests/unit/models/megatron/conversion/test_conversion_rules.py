@@ -76,7 +76,9 @@ def test_latent_attention_may_lack_a_query_bottleneck() -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'gpt2' cannot be converted.*deepseek_v3, gemma3_text, glm4_moe, glm4_moe_lite"):
+    with pytest.raises(
+        ConfigError, match="'gpt2' cannot be converted.*deepseek_v3, gemma3_text, glm4_moe, glm4_moe_lite"
+    ):
         rules_for(GPT2Config())
 
 
