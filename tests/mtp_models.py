@@ -1,4 +1,4 @@
-"""A DeepSeek-V3 with layers for multi-token prediction, made of transformers' layers."""
+"""A DeepSeek-V3 or GLM-4.5 with layers for multi-token prediction, made of transformers' layers."""
 
 import json
 from pathlib import Path
@@ -8,20 +8,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 _FIRST, _FILE = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
 class Depth(nn.Module):
-    """One layer for multi-token prediction."""
+    """One layer for multi-token prediction, like the last layer of the model."""
 
-    def __init__(self, config: Any, number: int) -> None:
+    def __init__(self, hf: Any) -> None:
         super().__init__()
-        self.enorm, self.hnorm, self.norm = (DeepseekV3RMSNorm(config.hidden_size) for _ in range(3))
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layer = DeepseekV3DecoderLayer(config, number)
+        config, (norm, layer) = hf.config, (type(part) for part in (hf.model.norm, hf.model.layers[-1]))
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm, self.norm = (norm(size, eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer = layer(config, config.num_hidden_layers - 1)
 
     def forward(self, embeds: Tensor, hidden: Tensor, rotary: Any) -> Tensor:
         """Combine `[1, T, D]` embeddings of further tokens and hidden states."""
@@ -45,9 +46,7 @@ class WithMTP(nn.Module):
         super().__init__()
         self.hf, self.config = hf, hf.config
         self.config.num_nextn_predict_layers = num_depths
-        self.depths = nn.ModuleList(
-            Depth(self.config, self.config.num_hidden_layers + depth) for depth in range(num_depths)
-        )
+        self.depths = nn.ModuleList(Depth(hf) for _ in range(num_depths))
         gen = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.depths.parameters():

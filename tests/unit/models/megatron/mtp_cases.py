@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from witness import _layer, global_tensors
 
 
-def mtp_model(num_depths: int = 1, seed: int = 1, **values: Any) -> WithMTP:
-    """Make the model; `values` are of its configuration."""
-    hf = hf_model("deepseek_v3", seed, **{"num_hidden_layers": 4} | values)
+def mtp_model(num_depths: int = 1, seed: int = 1, kind: str = "deepseek_v3", **values: Any) -> WithMTP:
+    """Make the model, of one of `small_models`; `values` are of its configuration."""
+    hf = hf_model(kind, seed, **{"num_hidden_layers": 4} | values)
     hf.set_experts_implementation("eager")
     return WithMTP(hf, num_depths, seed + 1)
 
@@ -48,10 +48,16 @@ class Losses:
 
 
 def reference(
-    num_depths: int, factor: float, *, repeated: bool = False, detached: bool = False, step: int = 0
+    num_depths: int,
+    factor: float,
+    *,
+    repeated: bool = False,
+    detached: bool = False,
+    step: int = 0,
+    kind: str = "deepseek_v3",
 ) -> Losses:
     """Compute the losses of a batch and all gradients in float64, one unpadded row at a time."""
-    model, data = mtp_model(1 if repeated else num_depths).double(), batch(step)
+    model, data = mtp_model(1 if repeated else num_depths, kind=kind).double(), batch(step)
     logprobs, entropies, further = [], [], [[] for _ in range(num_depths)]
     mask = data["token_mask"] * data["sample_mask"][:, None]
     width = data["input_ids"].shape[1]

@@ -196,7 +196,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"ranks": 2, "tp": 2},
         [
             "policy.model_name=m is a gptj, which M cannot train: there are deepseek_v3, gemma3_text, glm4_moe, "
-            "glm4_moe_lite, gpt_oss, llama, minimax_m2, mistral, nemotron_h, qwen2, qwen3, qwen3_moe. Train it with policy.dtensor_cfg.enabled=true and M.enabled=false.",
+            "glm4_moe_lite, gpt_oss, llama, minimax_m2, mistral, nemotron_h, qwen2, qwen3, qwen3_moe. "
+            "Train it with policy.dtensor_cfg.enabled=true and M.enabled=false.",
         ],
     ),
 }

@@ -43,13 +43,16 @@ CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
         False,
         {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     ),
+    "glm4_moe": (2, True, TP | {"mtp_num_layers": 2, "model": "glm4_moe"}),
+    "glm4_moe_lite": (1, True, {"mtp_num_layers": 1, "model": "glm4_moe_lite"}),
     "cp": (2, False, {"mtp_num_layers": 2, "context_parallel_size": 2}),
     "cp, packed": (2, True, {"mtp_num_layers": 1, "context_parallel_size": 2}),
 }
 
 
-def kind_of(values: dict[str, Any]) -> tuple[int, bool, bool]:
-    return values["mtp_num_layers"], "mtp_use_repeated_layer" in values, "mtp_detach_heads" in values
+def kind_of(values: dict[str, Any]) -> tuple[int, bool, bool, str]:
+    repeated, detached = "mtp_use_repeated_layer" in values, "mtp_detach_heads" in values
+    return values["mtp_num_layers"], repeated, detached, values.get("model", "deepseek_v3")
 
 
 def on_rank(rank: int, world: int, references: dict[Any, Losses]) -> dict[str, dict[str, float]]:
@@ -62,9 +65,10 @@ def on_rank(rank: int, world: int, references: dict[Any, Losses]) -> dict[str, d
 
 
 def differences(packed: bool, values: dict[str, Any], want: Losses) -> dict[str, float]:
-    num_depths, repeated, _ = kind_of(values)
-    model = mtp_model(1 if repeated else num_depths)
-    trainer = mesh_parity.Trainer(model, values | {"mtp_loss_scaling_factor": FACTOR})
+    num_depths, repeated, _, kind = kind_of(values)
+    model = mtp_model(1 if repeated else num_depths, kind=kind)
+    keys = {key: value for key, value in values.items() if key != "model"}
+    trainer = mesh_parity.Trainer(model, keys | {"mtp_loss_scaling_factor": FACTOR})
     loss, _ = trainer.train(mesh_parity.batch(0), packed)
     metrics = trainer.backend.update_metrics()
     agreement = [value for name, value in metrics.items() if name.startswith("mtp_agreement")]
@@ -81,8 +85,8 @@ def differences(packed: bool, values: dict[str, Any], want: Losses) -> dict[str,
 def found(host: Host) -> dict[str, dict[str, float]]:
     kinds = {kind_of(values) for _, _, values in CASES.values()}
     references = {
-        (depths, repeated, detached): reference(depths, FACTOR, repeated=repeated, detached=detached)
-        for depths, repeated, detached in kinds
+        (depths, repeated, detached, kind): reference(depths, FACTOR, repeated=repeated, detached=detached, kind=kind)
+        for depths, repeated, detached, kind in kinds
     }
     return mesh_parity.of_one_and_two_ranks(host, on_rank, references)
 
