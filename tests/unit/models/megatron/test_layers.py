@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from rank_backend import CPU, start_groups
+from rank_backend import CPU, shared_files, start_groups
 from rank_host import limit_waits, needs_megatron
 from small_models import hf_config, hf_model
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 from witness import compare, global_tensors, own_tensors
 
 from nemo_rl.config import MegatronConfig
@@ -183,17 +184,17 @@ def check_no_layer_is_upstream_s() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    for name in ("llama", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss"):
+    for name in ("llama", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "nemotron_h"):
         for module in chunks_of(name)[0].modules():
             assert not isinstance(module, DotProductAttention | WrappedTorchNorm | torch.nn.RMSNorm)
             assert not type(module).__module__.startswith("transformer_engine"), type(module)
 
 
 def check_norms_round_as_transformers() -> None:
-    from nemo_rl.models.megatron.model.layers import RMSNorm
+    from nemo_rl.models.megatron.model.layers import RMSNorm, WideRMSNorm
 
     x = torch.randn(5, 64, dtype=torch.bfloat16)
-    for kind, centred in ((LlamaRMSNorm, False), (Gemma3RMSNorm, True)):
+    for kind, centred in ((LlamaRMSNorm, False), (Gemma3RMSNorm, True), (NemotronHRMSNorm, False)):
         theirs = kind(64).to(torch.bfloat16)
         theirs.weight.data.normal_()
         config = SimpleNamespace(
@@ -202,10 +203,45 @@ def check_norms_round_as_transformers() -> None:
             sequence_parallel=True,
             layernorm_zero_centered_gamma=centred,
         )
-        ours = RMSNorm(config, 64, eps=1e-6)
+        ours = (WideRMSNorm if kind is NemotronHRMSNorm else RMSNorm)(config, 64, eps=1e-6)
         assert ours.weight.sequence_parallel and ours.weight.float().mean() == (0 if centred else 1)
         ours.load_state_dict(theirs.state_dict())
         assert torch.equal(ours(x), theirs(x))
+
+
+def check_scans_equal_the_recurrence() -> None:
+    """Check chunks of any size against one token after another, in float64."""
+    from nemo_rl.models.megatron.model.mamba import chunked_scan
+
+    shape = {"x": (2, 11, 2, 3, 4), "step": (2, 11, 2, 3), "B": (2, 11, 2, 5), "C": (2, 11, 2, 5)}
+    given = {name: torch.randn(size, dtype=torch.float64) for name, size in shape.items()}
+    given["step"], rate = given["step"].exp(), -torch.rand(2, 3, dtype=torch.float64)
+    state, wanted = torch.zeros(2, 2, 3, 4, 5, dtype=torch.float64), []
+    for x, step, key, query in zip(*(each.unbind(1) for each in given.values()), strict=True):
+        added = step[..., None, None] * x[..., None] * key[:, :, None, None]
+        state = (step * rate).exp()[..., None, None] * state + added
+        wanted.append((state * query[:, :, None, None]).sum(-1))
+    for chunk in (1, 4, 11, 16):
+        found = chunked_scan(given["x"], given["step"], rate, given["B"], given["C"], chunk)
+        assert torch.allclose(found, torch.stack(wanted, 1), atol=1e-12)
+
+
+def check_states_of_packed_rows_would_leak() -> None:
+    """Check the reason for `SequenceGroups`: the comparison finds states that pass from sequence to sequence."""
+    from nemo_rl.models.megatron.model import mamba
+
+    with replaced(mamba, "_groups_of", lambda bounds: None):
+        logits, gradients, _ = compare("nemotron_h", packed=True)
+    assert logits > 1e-3 and gradients > 1e-3
+
+
+def check_norms_of_heads_are_joint() -> None:
+    """Check the reason for `JointlyNormedAttention`: the comparison finds norms over a rank's own heads wrong."""
+    from nemo_rl.models.megatron.model import layers
+
+    with replaced(layers, "all_reduce", lambda x, group: 2 * x):
+        logits, gradients, _ = compare("minimax_m2", packed=False, **TP2_SP)
+    assert logits > 1e-3 and gradients > 1e-3
 
 
 def check_a_few_queries_see_all_cached_keys() -> None:
@@ -221,10 +257,17 @@ def check_a_few_queries_see_all_cached_keys() -> None:
 
 
 def check_dtypes_follow_the_precision() -> None:
+    from nemo_rl.models.megatron.conversion.importer import load_huggingface
+
     (chunk,) = chunks_of("deepseek_v3", torch.bfloat16)
     assert {parameter.dtype for parameter in chunk.parameters()} == {torch.bfloat16}
     assert chunk.decoder.layers[1].mlp.router.expert_bias.dtype is torch.float32
     assert chunk.config.bf16 and chunk.config.pipeline_dtype is torch.bfloat16
+    with shared_files(hf_model("nemotron_h", dtype=torch.bfloat16)) as folder:
+        (chunk,) = chunks_of("nemotron_h", torch.bfloat16)
+        load_huggingface([chunk], hf_config("nemotron_h"), folder)
+    wide = {name.split(".")[-1] for name, each in chunk.named_parameters() if each.dtype is torch.float32}
+    assert wide == {"A_log", "D", "dt_bias"}
 
 
 def check_embeddings_are_scaled_as_rounded_by_transformers() -> None:
@@ -309,7 +352,7 @@ def check_checkpoints_know_what_is_divided() -> None:
     """Check that names and shapes of a sharded checkpoint are those of the whole model, on any mesh."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    for name in ("gemma3_text", "gpt_oss", "deepseek_v3"):
+    for name in ("gemma3_text", "gpt_oss", "deepseek_v3", "minimax_m2", "nemotron_h"):
         shapes = []
         for tp in (1, 2):
             sharded = chunks_of(name, tp=tp, sp=tp == 2)[0].sharded_state_dict()

@@ -65,6 +65,14 @@ def findings(model: PretrainedConfig, ranks: int, section: str = "policy", **siz
 
 QWEN = {"model_type": "qwen2"}  # 4 heads, 2 query groups, 96 columns, 96 tokens, 2 layers
 MOE = {"model_type": "qwen3_moe"}  # the same with 4 experts of 48 columns
+HYBRID = {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+    "mamba_num_heads": 6,
+    "n_groups": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+}
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "heads, query groups": (
@@ -107,6 +115,16 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         [
             "M.expert_tensor_parallel_size=2 does not divide the 47 columns of an expert (moe_intermediate_size) of "
             "qwen3_moe: 47 / 2 = 23.5. Nearest sizes that fit the model and 2 ranks: 1.",
+        ],
+    ),
+    "heads and groups of Mamba-2 layers": (
+        HYBRID,
+        {"ranks": 8, "tp": 2, "sp": True, "cp": 4},
+        [
+            "M.tensor_model_parallel_size=2 does not divide the 3 groups of heads of the Mamba-2 layers (n_groups) of "
+            "nemotron_h: 3 / 2 = 1.5. Nearest sizes that fit the model and 8 ranks: 1.",
+            "M.context_parallel_size=4 does not divide the 3 heads of each of the 2 tensor-parallel ranks in Mamba-2 "
+            "layers (mamba_num_heads) of nemotron_h: 3 / 4 = 0.75. Nearest sizes that fit the model and 8 ranks: 1.",
         ],
     ),
     "experts without sequence parallelism": (
@@ -225,6 +243,10 @@ def test_each_bad_mesh_gives_its_findings(name: str) -> None:
         ({"model_type": "gemma3_text"}, {"ranks": 2, "cp": 2}),
         ({"model_type": "gpt_oss"}, {"ranks": 4, "tp": 2, "sp": True, "ep": 4}),
         ({"model_type": "deepseek_v3"}, {"ranks": 4, "tp": 2, "sp": True, "ep": 2}),
+        (HYBRID | {"n_groups": 2}, {"ranks": 4, "tp": 2, "sp": True, "pp": 2, "ep": 2}),
+        (HYBRID, {"ranks": 3, "cp": 3}),
+        (HYBRID | {"n_groups": 1}, {"ranks": 2, "cp": 2}),
+        (HYBRID | {"layers_block_type": ["linear_attention", "mlp"], "n_groups": 2}, {"ranks": 2, "tp": 2}),
     ],
 )
 def test_good_meshes_give_no_findings(model: dict[str, Any], mesh: dict[str, Any]) -> None:
