@@ -188,7 +188,7 @@ def load_model_config(
         require_regular_files(model_name)
         # # The configuration is read from the same commit as the weights. Without trust_remote_code=False, transformers
         # would ask on a terminal whether to run code of the folder.
-        config = AutoConfig.from_pretrained(cached_folder(model_name) or model_name, trust_remote_code=False)
+        config = _read_config(cached_folder(model_name) or model_name)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "
@@ -202,6 +202,19 @@ def load_model_config(
             )
         setattr(config, key, value)
     return config
+
+
+_SAME_LAYERS = {"kimi_k2": "deepseek_v3"}
+"""Values of `model_type` without a class in transformers, with the type that has the same layers and fields."""
+
+
+def _read_config(files: str | Path) -> PretrainedConfig:
+    written, _ = PretrainedConfig.get_config_dict(files)
+    known = _SAME_LAYERS.get(written.get("model_type", ""))
+    if known is None:
+        return AutoConfig.from_pretrained(files, trust_remote_code=False)
+    fields = {name: value for name, value in written.items() if name not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(known, **fields)
 
 
 def reads_more_than_text(config: PretrainedConfig) -> bool:

@@ -21,7 +21,7 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     key = "policy.generation.backend=megatron"
     model = load_model_config(policy.model_name, policy.hf_config_overrides)
     try:
-        check_expressible(model)
+        check_expressible(model, generates=True)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error} The engines vllm and hf do not need Megatron Core.") from error
     problems = list(engine_size_problems(policy, model))

@@ -27,6 +27,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nemo_rl.models.attention.kernels import CachedPass
 from nemo_rl.models.huggingface.recurrent import SequenceGroups
 from nemo_rl.models.megatron.model.families import Hybrid
 from nemo_rl.models.megatron.model.layers import divided_row, divided_sequences
@@ -83,12 +84,13 @@ class PortableMamba(MambaMixer):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: CachedPass | Tensor | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
         **ignored: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the block for `[t, b, D]`. Arguments of attention layers are ignored."""
+        assert not isinstance(attention_mask, CachedPass), "states are not kept from token to token"
         projected, _ = self.in_proj(hidden_states)
         projected = self.cp.pre_conv_ssm(projected)
         order = self._order(packed_seq_params, len(projected))

@@ -20,6 +20,7 @@ from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.models.megatron.conversion.rules import FAMILIES as LAYERS
 from nemo_rl.models.megatron.model.families import family_of, sparse_layers
+from nemo_rl.utils.errors import ConfigError
 
 _FIXED = (
     *("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm"),
@@ -40,16 +41,21 @@ _OF_THE_WEIGHTS = (
     "add_qkv_bias",
     "gated_linear_unit",
     "multi_latent_attention",
+    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
 )
 """Fields that cannot be overridden, because they determine the names and shapes of the weights."""
+_READ_QUANTIZED = ("fp8", "mxfp4")
 _SOURCES = ("model_parallel_config.py", "transformer/transformer_config.py")
 _KERNEL_CHOICES = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
 """Values of `_KERNEL_VARIABLES` that Megatron Core requires for each `attention_backend`."""
 _KERNEL_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def check_expressible(model: PretrainedConfig) -> dict[str, Any]:
+def check_expressible(model: PretrainedConfig, *, generates: bool = False) -> dict[str, Any]:
     """Translate a model's configuration for Megatron Core, as each rank does later.
+
+    Args:
+        generates: whether the model is that of an engine.
 
     Returns:
         The fields of `TransformerConfig` that the architecture fixes.
@@ -62,8 +68,23 @@ def check_expressible(model: PretrainedConfig) -> dict[str, Any]:
     family.model_arguments(model)
     family.rotary(model)
     family.embedding_scale(model)
-    family.hybrid(model)
+    _check_files(model)
+    if generates and family.hybrid(model) is not None:
+        raise ConfigError(
+            f"this engine keeps no states from token to token, and {model.model_type} has Mamba-2 layers with states."
+        )
     return fields
+
+
+def _check_files(model: PretrainedConfig) -> None:
+    """Refuse files with quantized weights that `conversion.sources` cannot read."""
+    described: Any = getattr(model, "quantization_config", None) or {}
+    method = described.get("quant_method") if isinstance(described, dict) else described.quant_method
+    if method is not None and str(getattr(method, "value", method)) not in _READ_QUANTIZED:
+        raise ConfigError(
+            f"the files of this {model.model_type} model have weights quantized by {method}, and policy.megatron_cfg "
+            f"reads {' and '.join(_READ_QUANTIZED)}. Use files with 16-bit weights."
+        )
 
 
 def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -> Findings:

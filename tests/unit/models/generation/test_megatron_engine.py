@@ -257,3 +257,6 @@ def test_unsupported_settings_are_refused_before_ray_starts(tmp_path):
     cluster = ClusterConfig.build(device="cpu")
     with pytest.raises(ConfigError, match="backend=megatron: .*mixtral.*engines vllm and hf"):
         check_engine_model(policy, cluster)
+    AutoConfig.for_model("nemotron_h").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="keeps no states from token to token, and nemotron_h.*engines vllm and hf"):
+        check_engine_model(policy, cluster)

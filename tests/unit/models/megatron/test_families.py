@@ -1,6 +1,8 @@
 """Each family on Megatron Core computes what Hugging Face computes: logits, and the gradient of every parameter."""
 
+import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ from small_models import MODELS, hf_config
 from transformers import AutoConfig
 from witness import compare
 
+from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.megatron.conversion import rules
 from nemo_rl.models.megatron.model import families
 from nemo_rl.models.megatron.model.families import FAMILIES, MODEL_TYPES, family_of
+from nemo_rl.models.megatron.model.model_check import check_expressible
 from nemo_rl.utils.errors import ConfigError
 
 TOLERANCE = 1e-5
@@ -93,6 +97,10 @@ REFUSED = [
     ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave=False"),
     ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     ("minimax_m2", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("nemotron_h", {"moe_latent_size": 32}, "moe_latent_size=32"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
+    ("nemotron_h", {"n_groups": 3}, "n_groups=3"),
+    ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias=False"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
@@ -114,6 +122,23 @@ def test_a_single_expert_group_sets_no_router_groups():
     """Moonlight and Kimi have one group, which is always chosen."""
     config = hf_config("deepseek_v3", n_group=1, topk_group=1, num_experts_per_tok=3)
     assert "moe_router_num_groups" not in family_of(config).transformer_fields(config)
+
+
+@pytest.mark.parametrize(("method", "refused"), [("fp8", False), ("mxfp4", False), ("compressed-tensors", True)])
+def test_files_with_weights_that_are_not_read_are_refused(method, refused):
+    config = hf_config("kimi_k2")
+    config.quantization_config = {"quant_method": method}
+    with pytest.raises(ConfigError, match="quantized by compressed-tensors") if refused else nullcontext():
+        check_expressible(config)
+
+
+def test_kimi_k2_has_the_configuration_of_deepseek_v3(tmp_path):
+    given = hf_config("kimi_k2").to_dict()
+    written = given | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    loaded = load_model_config(str(tmp_path))
+    assert type(loaded) is type(hf_config("kimi_k2"))
+    assert {key: value for key, value in loaded.to_dict().items() if given[key] != value} == {}
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones():
