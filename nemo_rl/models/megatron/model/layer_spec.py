@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from nemo_rl.models.megatron.model.families import Hybrid, LayerTraits
+from nemo_rl.models.megatron.model.family import Hybrid, LayerTraits
 from nemo_rl.models.megatron.model.layers import (
     ExpertRowParallelLinear,
     JointlyNormedAttention,

@@ -378,7 +378,7 @@ def set_latent_eps(model: nn.Module, eps: float) -> None:
     for attention in (module for module in model.modules() if isinstance(module, MLASelfAttention)):
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             module = getattr(attention, name, None)
-            if hasattr(module, "eps"):
+            if module is not None and hasattr(module, "eps"):
                 module.eps = eps
 
 

@@ -10,6 +10,7 @@ Invariant: a sequence of a packed row gets the outputs that it gets in a row of 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nemo_rl.models.attention.kernels import CachedPass
 from nemo_rl.models.huggingface.recurrent import SequenceGroups
-from nemo_rl.models.megatron.model.families import Hybrid
+from nemo_rl.models.megatron.model.family import Hybrid
 from nemo_rl.models.megatron.model.layers import divided_row, divided_sequences
 
 _HAS_KERNELS = find_spec("mamba_ssm") is not None and find_spec("causal_conv1d") is not None
@@ -113,24 +114,32 @@ class PortableMamba(MambaMixer):
 
     def _scan(self, projected: Tensor, packed: PackedSeqParams | None) -> Tensor:
         """Return the gated outputs `[b, T, heads * P]` of the convolution and scan of `[b, T, z | x | B | C | dt]`."""
-        weights = {
-            "conv1d_weight": self.cp.get_conv1d_weight()[:, 0],
-            "conv1d_bias": self.cp.get_conv1d_bias(),
-            "dt_bias": self.cp.get_dt_bias().float(),
-            "A": -torch.exp(self.cp.get_A_log().float()),
-            "D": self.cp.get_D(),
-        }
-        sizes = {"chunk_size": self.chunk_size, "headdim": self.headdim, "ngroups": self.cp.ngroups_local_tpcp}
+        weights = ScanWeights(
+            self.cp.get_conv1d_weight()[:, 0],
+            self.cp.get_conv1d_bias(),
+            self.cp.get_dt_bias().float(),
+            -torch.exp(self.cp.get_A_log().float()),
+            self.cp.get_D(),
+        )
+        num_groups = self.cp.ngroups_local_tpcp
         if projected.is_cuda and _HAS_KERNELS:
-            further = {"activation": "silu", "norm_before_gate": False, "dt_limit": self._limits}
             numbers = None if packed is None else packed.seq_idx
             assert packed is None or numbers is not None, "the kernels would mix the sequences"
-            kernel = mamba_mixer.mamba_split_conv1d_scan_combined
-            found: Tensor = kernel(projected, **weights, **sizes, seq_idx=numbers, **further)
+            found: Tensor = mamba_mixer.mamba_split_conv1d_scan_combined(
+                projected,
+                **vars(weights),
+                chunk_size=self.chunk_size,
+                headdim=self.headdim,
+                ngroups=num_groups,
+                seq_idx=numbers,
+                dt_limit=self._limits,
+                activation="silu",
+                norm_before_gate=False,
+            )
             return found
         groups = None if packed is None else _groups_of(_bounds(packed))
         rows = [projected] if groups is None else groups.batches(projected, 1)
-        outputs = [split_conv1d_scan(row, **weights, **sizes, smallest_step=self._limits[0]) for row in rows]
+        outputs = [split_conv1d_scan(row, weights, num_groups, self.chunk_size, self._limits[0]) for row in rows]
         return outputs[0] if groups is None else groups.row(outputs, 1)
 
 
@@ -193,53 +202,49 @@ def _with_own_norm() -> Iterator[None]:
         mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.ExtendedRMSNorm = before
 
 
+@dataclass(frozen=True)
+class ScanWeights:
+    """Weights of the convolution and scan of a rank's H heads, by the names in the package mamba-ssm."""
+
+    conv1d_weight: Tensor
+    """`[x | B | C, window]`."""
+    conv1d_bias: Tensor
+    """`[x | B | C]`."""
+    dt_bias: Tensor
+    """`[H]` float32, added to the time steps before the softplus."""
+    A: Tensor
+    """`[H]` float32, logarithm of the decay per unit of time, negative."""
+    D: Tensor
+    """`[H]` float32, factor of the inputs in the outputs."""
+
+
 def split_conv1d_scan(
-    projected: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    *,
-    chunk_size: int,
-    headdim: int,
-    ngroups: int,
-    smallest_step: float,
+    projected: Tensor, weights: ScanWeights, num_groups: int, chunk_size: int, smallest_step: float
 ) -> Tensor:
     """Compute the convolution, the scan and the gate of a Mamba-2 block, in float32 except for the convolution.
 
     Args:
         projected: `[b, T, z | x | B | C | dt]`.
-        conv1d_weight: `[x | B | C, window]`.
-        conv1d_bias: `[x | B | C]`.
-        dt_bias: `[H]` float32.
-        A: `[H]` float32, logarithm of the decay per unit of time, negative.
-        D: `[H]` float32.
+        num_groups: number of groups of heads with common B and C.
         chunk_size: number of tokens that are computed together.
-        headdim: width P of a head.
-        ngroups: number of groups of heads with common B and C.
         smallest_step: lower limit of the time steps.
 
     Returns:
         `[b, T, H * P]`, in the dtype of `projected`.
     """
-    heads, channels = len(A), len(conv1d_weight)
-    z, mixed, dt = projected.split([heads * headdim, channels, heads], dim=-1)
-    tokens, past = mixed.shape[1], conv1d_weight.shape[1] - 1
-    mixed = F.conv1d(mixed.transpose(1, 2), conv1d_weight[:, None], conv1d_bias, padding=past, groups=channels)
+    heads, channels = len(weights.A), len(weights.conv1d_weight)
+    inner = projected.shape[-1] - channels - heads
+    z, mixed, dt = projected.split([inner, channels, heads], dim=-1)
+    tokens, past = mixed.shape[1], weights.conv1d_weight.shape[1] - 1
+    kernel, bias = weights.conv1d_weight[:, None], weights.conv1d_bias
+    mixed = F.conv1d(mixed.transpose(1, 2), kernel, bias, padding=past, groups=channels)
     mixed = F.silu(mixed[..., :tokens]).transpose(1, 2).float()
-    states = (channels - heads * headdim) // 2
-    x, B, C = mixed.split([heads * headdim, states, states], dim=-1)
-    step = F.softplus(dt.float() + dt_bias).clamp(min=smallest_step)
-    scanned = chunked_scan(
-        x.unflatten(-1, (ngroups, -1, headdim)),
-        step.unflatten(-1, (ngroups, -1)),
-        A.unflatten(0, (ngroups, -1)),
-        B.unflatten(-1, (ngroups, -1)),
-        C.unflatten(-1, (ngroups, -1)),
-        chunk_size,
-    )
-    scanned = scanned + x.unflatten(-1, (ngroups, -1, headdim)) * D.float().unflatten(0, (ngroups, -1))[..., None]
+    x, B, C = mixed.split([inner, (channels - inner) // 2, (channels - inner) // 2], dim=-1)
+    x = x.unflatten(-1, (num_groups, heads // num_groups, -1))
+    B, C = (each.unflatten(-1, (num_groups, -1)) for each in (B, C))
+    step = F.softplus(dt.float() + weights.dt_bias).clamp(min=smallest_step)
+    step, A, D = (each.unflatten(-1, (num_groups, -1)) for each in (step, weights.A, weights.D.float()))
+    scanned = chunked_scan(x, step, A, B, C, chunk_size) + x * D[..., None]
     return (scanned.flatten(2) * F.silu(z.float())).to(projected.dtype)
 
 
