@@ -32,12 +32,8 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout  # noqa: E402
 from nemo_rl.models.megatron.mesh_check import check_mesh  # noqa: E402
 
 LIMIT = 1e-5
-_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "nemotron_h_dense")
-WITH_EXPERTS = (
-    *("qwen3_moe", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"),
-    *("minimax_m2", "nemotron_h", "gpt_oss"),
-)
-FAMILIES = (*_DENSE, *WITH_EXPERTS)
+WITH_EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "nemotron_h", "gpt_oss")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *WITH_EXPERTS)
 ROUNDING = "transformers"
 """Row of transformers' own model in float32, which shows the effect of rounding alone."""
 SP = {"tp": 2, "sp": True}

@@ -146,7 +146,7 @@ _PARTS_OF_GPUS = re.compile(r"\b(MIG|Laptop)\b")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
 """Names in configurations for the number of experts to which a token is sent."""
 
-_WITHOUT_ATTENTION = ("linear_attention", "conv", "moe")
+_WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")
 """Kinds of layers without attention. Their only matrix products are those with their weights."""
 
 
