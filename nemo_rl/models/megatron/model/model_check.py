@@ -120,7 +120,8 @@ def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Fi
     key = f"{section}.megatron_cfg.mtp_num_layers={asked.mtp_num_layers}"
     if LAYERS[model.model_type].mtp_norms is None:
         known = ", ".join(sorted(name for name, layers in LAYERS.items() if layers.mtp_norms is not None))
-        yield f"{key}: {model.model_type} models have no such layers ({known} models have). Set it to 0."
+        what = f"{model.model_type} models have no such layers that can be trained ({known} models have)"
+        yield f"{key}: {what}. Set it to 0."
         return
     held = getattr(model, "num_nextn_predict_layers", 0) or 0
     if asked.num_mtp_modules > held:

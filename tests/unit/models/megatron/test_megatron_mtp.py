@@ -181,7 +181,7 @@ def test_a_layer_with_a_head_of_its_own_is_refused(tmp_path: Path, caplog) -> No
             "llama",
             {},
             {"mtp_num_layers": 1},
-            "llama models have no such layers .deepseek_v3, glm4_moe, glm4_moe_lite models have",
+            "llama models have no such layers that can be trained .deepseek_v3, glm4_moe, ",
         ),
         (
             "deepseek_v3",
