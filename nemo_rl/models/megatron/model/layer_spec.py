@@ -89,7 +89,10 @@ def _with_one_block(spec: ModuleSpec, kind: str, mamba: ModuleSpec, norm: Any) -
         none = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
     else:
         none = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
-    own = {"input_layernorm": norm, "self_attention": mamba} if kind == "linear_attention" else {}
+    own: dict[str, Any] = {}
+    if kind == "linear_attention":
+        # # Checkpoints have the norm's own name, as there is no layer into which Transformer Engine would fuse it.
+        own = {"input_layernorm": norm, "self_attention": mamba, "sharded_state_dict_keys_map": {}}
     return replace(spec, submodules=replace(spec.submodules, **none, **own))
 
 
