@@ -67,17 +67,16 @@ class Question:
         return cls(policy, model)
 
     def cells(self, engines: Sequence[str] = _ENGINES) -> Iterator[Cell]:
-        """Yield a cell for each trial, as soon as it ends.
-
-        Raises:
-            ConfigError: no small model of the architecture runs.
-        """
-        with saved_twin(self.policy, self.model) as twin:
-            for trial in trials(self.policy):
-                yield train_cell(self.policy, self.model, trial)
-            yield from twin.megatron_cells()
-            for backend in engines:
-                yield from twin.engine_cells(backend, ("float32", "bfloat16"))
+        """Yield a cell for each trial, as soon as it ends."""
+        for trial in trials(self.policy):
+            yield train_cell(self.policy, self.model, trial)
+        try:
+            with saved_twin(self.policy, self.model) as twin:
+                yield from twin.megatron_cells()
+                for backend in engines:
+                    yield from twin.engine_cells(backend, ("float32", "bfloat16"))
+        except ConfigError as error:
+            yield Cell("Megatron Core and engines", "small model", Result.REFUSED, str(error))
 
 
 def examine_model(arguments: argparse.Namespace) -> int:

@@ -60,7 +60,8 @@ def saved_twin(base: PolicyConfig, model: PretrainedConfig) -> Iterator["Twin"]:
     one, form = SmallMesh(ParallelLayout(), 1), deepcopy(model)
     text: Any = form.get_text_config()
     text.vocab_size = max(text.vocab_size, _VOCABULARY)
-    hf = small_model(form, small_policy(base, one), one)
+    padded = base.sequence_packing.model_copy(update={"enabled": False})
+    hf = small_model(form, small_policy(base.model_copy(update={"sequence_packing": padded}), one), one)
     with torch.no_grad():
         for parameter in hf.parameters():
             if parameter.dim() > 1:
