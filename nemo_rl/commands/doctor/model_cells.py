@@ -18,11 +18,13 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.host.boundary import Boundary
+from nemo_rl.host.boundary import in_background
 from nemo_rl.models.dtensor.proof.children import Failure
 from nemo_rl.models.dtensor.proof.mesh_proof import Proof, proof_of
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
+
+_DEADLINE_S = 1200.0
 
 
 class Result(StrEnum):
@@ -125,11 +127,15 @@ def _judged(trial: Trial, answer: Proof | Failure) -> tuple[Result, str, float |
 def measured(part: str, what: str, look: Callable[[], tuple[Result, str, float | None]]) -> Cell:
     """Return the cell of a trial, with its seconds. A `ConfigError` is a refusal, other errors are failures."""
     began = time.monotonic()
-    result, told, difference = Result.FAILED, "", None
-    with Boundary(Exception) as caught:  # the code of any architecture
-        result, told, difference = look()
-    if caught:
-        error = caught.take()
-        result = Result.REFUSED if isinstance(error, ConfigError) else Result.FAILED
-        told = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    trial = in_background(look, f"doctor: {part}, {what}")  # the code of any architecture
+    try:
+        error = trial.exception(_DEADLINE_S)
+    except TimeoutError:
+        error = DeadlineExceededError(f"The trial gave no answer in {_DEADLINE_S:g} s.")
+    if error is None:
+        result, told, difference = trial.result()
+    else:
+        refused = isinstance(error, ConfigError)
+        result, told, difference = Result.REFUSED if refused else Result.FAILED, str(error), None
+        told = told if refused else f"{type(error).__name__}: {error}"
     return Cell(part, what, result, told, difference, time.monotonic() - began)
