@@ -21,23 +21,14 @@ from typing import Any
 
 import torch
 import transformers
+from model_support_table import TRIALS, stored_trials
 from parity.every_type import model_types, tiny_model
 
 from nemo_rl.commands.doctor.model import Question
 from nemo_rl.commands.doctor.model_cells import Cell, Result
 from nemo_rl.utils.errors import ConfigError
 
-STORE = Path(__file__).resolve().parents[1] / "docs/reference/model-support.jsonl"
-NOT_BUILT = "not built"
 _LONGEST_REASON = 200
-
-
-def stored(file: Path = STORE) -> dict[str, dict[str, Any]]:
-    """Return the stored results by model type."""
-    if not file.exists():
-        return {}
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {row["model_type"]: row for row in rows}
 
 
 def tried(model_type: str, engines: Sequence[str] = ()) -> dict[str, Any]:
@@ -65,7 +56,7 @@ def _shown(cell: Cell) -> Iterator[Any]:
     yield "" if cell.result is Result.RIGHT else cell.told.replace("\n", " ")[:_LONGEST_REASON]
 
 
-def write(rows: dict[str, dict[str, Any]], file: Path = STORE) -> None:
+def write(rows: dict[str, dict[str, Any]], file: Path) -> None:
     """Write the results in the order of the types."""
     file.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)), encoding="utf-8")
 
@@ -76,13 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--types", help="comma-separated; all by default")
     parser.add_argument("--again", action="store_true", help="try types again whose results are stored")
     parser.add_argument("--engines", default="", help="comma-separated engines to try, a minute or more each")
-    parser.add_argument("--store", type=Path, default=STORE, help="file of the results")
+    parser.add_argument("--store", type=Path, default=TRIALS, help="file of the results")
     given = parser.parse_args(arguments)
     engines = [name for name in given.engines.split(",") if name]
     _be_quiet()
     failed = 0
     for name in given.types.split(",") if given.types else model_types():
-        rows = stored(given.store)
+        rows = stored_trials(given.store)
         if not given.again and rows.get(name, {}).get("transformers") == transformers.__version__:
             continue
         row = tried(name, engines)
