@@ -30,7 +30,6 @@ from nemo_rl.config import ClusterConfig, MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.build import Found
 from nemo_rl.models.dtensor.proof.children import Failure, answers
-from nemo_rl.models.dtensor.proof.mesh_proof import TOLERANCES
 from nemo_rl.models.dtensor.proof.numbers import Reference, Task, one_process
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings
@@ -45,6 +44,9 @@ _CALM = 0.4
 1, as much as an error does."""
 _PROPERTIES = ("logprobs", "update")
 """Properties of `conformance` that an engine must have: the distributions of the folder and of two weight updates."""
+_MEGATRON_TOLERANCE = 1e-4
+"""Largest accepted relative difference of a log-probability, the loss and the norm of the gradient in float32. Without
+the gradients of its routers, the norm of a small DeepSeek-V3 differs by 4e-4."""
 _ENGINE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest accepted difference of a log-probability from transformers in float32, by precision of the engine."""
 _CPU = torch.device("cpu")
@@ -106,7 +108,7 @@ class Twin:
         if isinstance(found, Failure):
             return Result.REFUSED if found.refused else Result.FAILED, found.what, None
         name, worst = max(found[0].items(), key=lambda item: item[1])
-        if worst > TOLERANCES[torch.float32]:
+        if worst > _MEGATRON_TOLERANCE:
             return Result.FAILED, f"{name} differs by {worst:.1e} of its size", worst
         return Result.RIGHT, "float32", worst
 
@@ -140,8 +142,12 @@ def _reason(failure: str) -> str:
     return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[0])
 
 
-_UNCLIPPED: dict[str, Any] = {"optimizer": {"clip_grad": 0.0}, "moe_router_dtype": "fp64"}
-"""Settings with which gradients and the choice of experts have the same definition as in the reference."""
+_UNCLIPPED: dict[str, Any] = {
+    "optimizer": {"clip_grad": 0.0},
+    "moe_router_dtype": "fp64",
+    "freeze_moe_router": False,
+}
+"""Settings with which all weights have gradients, and experts are chosen as in the reference."""
 
 
 def _megatron_difference(task: Task) -> dict[str, float]:

@@ -80,6 +80,16 @@ def test_a_wrong_conversion_to_megatron_is_found(tmp_path, monkeypatch) -> None:
     assert "the exported model.embed_tokens.weight differs" in first.told
 
 
+def test_missing_gradients_of_routers_are_found(tmp_path, monkeypatch) -> None:
+    question = Question.of(folder_of("deepseek_v3", tmp_path), [])
+    with twin.saved_twin(question.policy, question.model) as small:
+        right = next(small.megatron_cells())
+        monkeypatch.setitem(twin._UNCLIPPED, "freeze_moe_router", True)
+        wrong = next(small.megatron_cells())
+    assert (right.result, wrong.result) == (Result.RIGHT, Result.FAILED)
+    assert "the gradient's norm differs by" in wrong.told
+
+
 def test_the_command_prints_json_and_fails_with_a_failed_trial(tmp_path, monkeypatch, capsys) -> None:
     cells = [Cell("training", "one rank, packed", Result.RIGHT, "float64", 1e-12, 0.5), Cell("hf", "", Result.REFUSED)]
     monkeypatch.setattr(Question, "cells", lambda self: iter(cells))
