@@ -1,11 +1,12 @@
 """Test model types on meshes: each must be right, or refused before the ranks start.
 
-    python tools/mesh_sweep.py [--types llama,olmo] [--meshes tp2,pp2] [--part 1/4] [--packed] [--out FILE]
+    python tools/mesh_sweep.py [--types llama,olmo] [--meshes tp2,pp2] [--part 1/4] [--rows packed] [--out FILE]
 
 Every causal language model type of the installed transformers is built small, checked as a run checks it before Ray
 starts, and, if accepted, trained for one update by the training backend on real gloo ranks. The result is compared with
 transformers' own model in float64 in one process (`parity.reference`), which shares no code with the check. The tool
-prints one line for each cell and exits with 1 if a cell is wrong, crashed, or refused only by its ranks.
+prints one line for each cell and exits with 1 if a cell is wrong, crashed, or refused only by its ranks. Cells that
+`--out` already has are counted and not run again, so a sweep can be stopped and started again.
 
 Ranks compute in float32 as in a run. If the difference exceeds the tolerance, which for some architectures rounding
 alone does, they compute again in float64, and that result counts.
@@ -21,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ TOLERANCE = 1e-5
 _TP, _SP = {"tensor_parallel_size": 2}, {"sequence_parallel": True}
 _CP, _PP, _EP = {"context_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"expert_parallel_size": 2}
 MESHES: dict[str, tuple[dict[str, Any], int]] = {
+    "1": ({}, 1),
     "tp2": (_TP, 2),
     "tp2sp": (_TP | _SP, 2),
     "cp2": (_CP, 2),
@@ -60,6 +62,7 @@ class Cell:
     Attributes:
         model_type: name of the type.
         mesh: key of `MESHES`.
+        rows: `padded` or `packed`.
         result: `right`, `refused`, or a fault: `wrong`, `crashed`, `refused late`.
         told: the difference, or the message.
         check_s: seconds of the check.
@@ -67,6 +70,7 @@ class Cell:
 
     model_type: str
     mesh: str
+    rows: str
     result: str
     told: str
     check_s: float
@@ -87,6 +91,7 @@ def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: b
     with tempfile.TemporaryDirectory(prefix="mesh-sweep-") as folder:
         name = save_tiny_model(model_type, Path(folder) / "model")
         judge = _Judge(name)
+        rows = "packed" if packed else "padded"
         for mesh in meshes:
             began = time.monotonic()
             asked, ranks = MESHES[mesh]
@@ -94,14 +99,14 @@ def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: b
             try:
                 DTensorTraining().check(policy, ranks)
             except ConfigError as error:
-                yield Cell(model_type, mesh, "refused", str(error), time.monotonic() - began)
+                yield Cell(model_type, mesh, rows, "refused", str(error), time.monotonic() - began)
                 continue
             except Exception as error:  # noqa: BLE001  (such faults are a result of the sweep)
-                yield Cell(model_type, mesh, "crashed", repr(error), time.monotonic() - began)
+                yield Cell(model_type, mesh, rows, "crashed", repr(error), time.monotonic() - began)
                 continue
             check_s = time.monotonic() - began
             result = judge.result(asked, ranks, packed) if judged else ("accepted", "")
-            yield Cell(model_type, mesh, *result, check_s)
+            yield Cell(model_type, mesh, rows, *result, check_s)
 
 
 class _Judge:
@@ -144,20 +149,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--types", help="comma-separated; all by default")
     parser.add_argument("--meshes", default=",".join(MESHES), help="comma-separated; all by default")
     parser.add_argument("--part", default="1/1", help="part of the types to run, for example 2/4")
-    parser.add_argument("--packed", action="store_true", help="pack rows instead of padding them")
+    parser.add_argument("--rows", default="padded,packed", help="comma-separated; both by default")
     parser.add_argument("--check-only", action="store_true", help="do not run what the check accepts")
     parser.add_argument("--out", type=Path, help="append one JSON object per line to this file")
     given = parser.parse_args(arguments)
     part, parts = map(int, given.part.split("/"))
     chosen = given.types.split(",") if given.types else model_types()[part - 1 :: parts]
     _be_quiet()
-    counts: Counter[str] = Counter()
+    before = _stored(given.out)
+    counts = Counter(cell.result for cell in before.values())
     with tempfile.TemporaryDirectory(prefix="mesh-sweep-cache-") as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         for model_type in chosen:
-            for cell in _cells(model_type, given):
+            for cell in _cells(model_type, given, before):
                 counts[cell.result] += 1
-                print(f"{cell.model_type:24} {cell.mesh:8} {cell.result:10} {cell.check_s:4.1f}s {cell.told[:400]}")
+                place = f"{cell.model_type:24} {cell.mesh:8} {cell.rows:7}"
+                print(f"{place} {cell.result:10} {cell.check_s:4.1f}s {cell.told[:400]}")
                 sys.stdout.flush()
                 if given.out:
                     with given.out.open("a", encoding="utf-8") as file:
@@ -166,13 +173,29 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if counts.keys() <= {*GOOD, "accepted", "not built"} else 1
 
 
-def _cells(model_type: str, given: argparse.Namespace) -> Iterator[Cell]:
-    try:
-        yield from sweep(model_type, given.meshes.split(","), packed=given.packed, judged=not given.check_only)
-    except ValueError as error:
-        yield Cell(model_type, "-", "not built", str(error), 0.0)
-    except Exception:  # noqa: BLE001  (one type does not end the sweep)
-        yield Cell(model_type, "-", "crashed", traceback.format_exc().strip().splitlines()[-1], 0.0)
+type _Key = tuple[str, str, str]
+"""Model type, mesh and rows of a cell."""
+
+
+def _stored(file: Path | None) -> dict[_Key, Cell]:
+    if file is None or not file.exists():
+        return {}
+    cells = [Cell(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {(cell.model_type, cell.mesh, cell.rows): cell for cell in cells}
+
+
+def _cells(model_type: str, given: argparse.Namespace, before: Mapping[_Key, Cell]) -> Iterator[Cell]:
+    if (model_type, "-", "-") in before:
+        return
+    for rows in given.rows.split(","):
+        meshes = [mesh for mesh in given.meshes.split(",") if (model_type, mesh, rows) not in before]
+        try:
+            yield from sweep(model_type, meshes, packed=rows == "packed", judged=not given.check_only)
+        except ValueError as error:
+            yield Cell(model_type, "-", "-", "not built", str(error), 0.0)
+            return
+        except Exception:  # noqa: BLE001  (one type does not end the sweep)
+            yield Cell(model_type, "-", rows, "crashed", traceback.format_exc().strip().splitlines()[-1], 0.0)
 
 
 def _be_quiet() -> None:

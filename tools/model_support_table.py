@@ -7,11 +7,13 @@ the architecture, where a committed page of comparisons has a number for it, or 
 
 import argparse
 import ast
+import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS_TESTS = ROOT / "tests/unit/models"
@@ -25,6 +27,8 @@ from nemo_rl.models.megatron.model.families import MODEL_TYPES  # noqa: E402
 from nemo_rl.utils.errors import ConfigError  # noqa: E402
 
 DEFAULT_PAGE = ROOT / "docs/reference/model-support.md"
+TRIALS = ROOT / "docs/reference/model-support.jsonl"
+"""Results of `model_trials.py`: one line of JSON for each model type."""
 PARITY = ROOT / "docs/reference/parity.md"
 PARITY_MEGATRON = ROOT / "docs/reference/parity-megatron.md"
 YES, NONE = "yes", "–"
@@ -259,6 +263,20 @@ If the library cannot replace the attention of a type, context parallelism is re
 |---|---|
 """
 
+_TRIALS = """
+## All model types
+
+These are the results of `nemo_rl doctor --model` for every causal language model type of the installed transformers, on
+a small random model of the type: the largest relative difference of loss, log-probabilities, gradients and their norm
+from transformers in one process. `padded` means that packed rows are refused on this mesh, and `–` that the mesh is
+refused; the doctor prints the reasons. `python tools/model_trials.py` makes the results, and
+`python tools/mesh_sweep.py` compares meshes with an independent reference.
+
+"""
+
+_MESHES = ("one rank", "TP 2", "TP 2 with SP", "CP 2", "PP 2", "EP 2", "TP 2 x PP 2")
+_TRIAL_COLUMNS = ("model type", *_MESHES, "shared prompts", "LoRA", "Megatron Core", "tried")
+
 _COLUMNS = (
     *("model type", "packed rows", "plan", "tensor parallel", "context parallel", "pipeline", "expert parallel"),
     *("LoRA", "hub files", "vLLM on CPU", "Megatron Core", "Megatron conversion", "Megatron LoRA"),
@@ -277,10 +295,50 @@ To add an architecture: [the parallel plan](../development/fsdp2-parallel-plan.m
 """
 
 
+def stored_trials(file: Path = TRIALS) -> dict[str, dict[str, Any]]:
+    """Return the results of `model_trials.py` by model type."""
+    if not file.exists():
+        return {}
+    results = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {row["model_type"]: row for row in results}
+
+
+def trial_rows() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each model type that has been tried."""
+    for kind, row in stored_trials().items():
+        cells = {f"{part}, {what}": (result, difference) for part, what, result, difference, _ in row["cells"]}
+        if not cells:
+            continue
+        of_meshes = [_both(cells, "training", mesh) for mesh in _MESHES]
+        shared = _number(cells.get("training, one rank, shared prompts"))
+        adapted = _number(cells.get("LoRA, one rank, packed"))
+        yield (f"`{kind}`", *of_meshes, shared, adapted, _both(cells, "Megatron Core", "one rank"), row["date"])
+
+
+def _both(cells: Mapping[str, tuple[str, float | None]], part: str, mesh: str) -> str:
+    """Return the larger difference of padded and packed rows, or that of padded rows alone."""
+    padded, packed = (cells.get(f"{part}, {mesh}, {rows}") for rows in ("padded", "packed"))
+    if padded is None or packed is None or padded[0] != "right" or padded[1] is None:
+        return _number(padded)
+    if packed[0] == "right" and packed[1] is not None:
+        return f"{max(padded[1], packed[1]):.0e}"
+    return f"{padded[1]:.0e} padded" if packed[0] == "refused" else "failed"
+
+
+def _number(cell: tuple[str, float | None] | None) -> str:
+    if cell is None or cell[0] in ("refused", "skipped"):
+        return NONE
+    return f"{cell[1]:.0e}" if cell[0] == "right" and cell[1] is not None else "failed"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(['---'] * len(columns))}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
 def page() -> str:
     """Build the page."""
-    lines = [" | ".join(_COLUMNS), "|".join(["---"] * len(_COLUMNS)), *(" | ".join(row) for row in rows())]
-    table = "".join(f"| {line} |\n" if "---" not in line else f"|{line}|\n" for line in lines)
+    table = _table(_COLUMNS, rows())
     tiny = architectures()
     refused = ", ".join(f"`{kind}`" for kind in sorted({*tiny.REFUSED_AT_LOAD, *tiny.REFUSED_BY_PROBE}))
     tests = "".join(
@@ -288,7 +346,8 @@ def page() -> str:
     )
     legend = "".join(f"| {cell} | {meaning} |\n" for cell, meaning in _LEGEND.items())
     head = _HEAD.replace("{legend}\n", f"| cell | means |\n|---|---|\n{legend}")
-    return f"{head}{table}{_TAIL}{refused}.\n{_PROOF}{tests}{_RUN}"
+    tried = _TRIALS + _table(_TRIAL_COLUMNS, trial_rows()) if TRIALS.exists() else ""
+    return f"{head}{table}{_TAIL}{refused}.\n{_PROOF}{tests}{_RUN}{tried}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -130,6 +130,8 @@ class Case:
     kill: Callable[[], None] | None = None
     """Function that ends the process of an engine that computes outside the caller's process. Without this function,
     weights that are not finite are used to break the engine."""
+    measured: list[float] = field(default_factory=list)
+    """Largest difference of each comparison of log-probabilities so far."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -167,6 +169,7 @@ class Case:
         """Raise a `ContractError` unless `found` are finite and equal to `expected` within the tolerance."""
         require(bool(expected.isfinite().all()), f"{what}: a token was drawn that its distribution excludes")
         error = float((torch.as_tensor(np.array(found)).double() - expected).abs().max()) if len(expected) else 0.0
+        self.measured.append(error)
         require(
             error <= self.tolerance,
             f"{what}: log-probabilities differ by {error:.3g} from those of Hugging Face, allowed are "

@@ -80,6 +80,8 @@ class Report:
     """Reason why the engine does not offer a property, by property."""
     holding: list[str] = field(default_factory=list)
     """Names of the properties that hold."""
+    largest: float = 0.0
+    """Largest difference of a log-probability from the reference."""
 
     def outcome(self, name: str) -> str:
         """Return the text of the table for a property."""
@@ -128,6 +130,7 @@ async def check_all(engine: Engine, case: Case, report: Report, names: Iterable[
         except ContractError as violation:
             report.failures[name] = str(violation)
             await load(engine, case.model(), 0)
+    report.largest = max([report.largest, *case.measured])
     return report
 
 
@@ -180,6 +183,7 @@ def _gathered(pipe: Connection, report: Report, names: Sequence[str], deadline_s
         report.failures |= found.failures
         report.not_promised |= found.not_promised
         report.holding += found.holding
+        report.largest = max(report.largest, found.largest)
         limit_s = 2 * deadline_s + _END_S
     return report
 

@@ -85,18 +85,19 @@ def load_config[Config: Section](
 
 
 def config_of[Config: Section](
-    tree: Mapping[str, Any] | DictConfig, schema: type[Config], *, check: bool = True
+    tree: Mapping[str, Any] | DictConfig, schema: type[Config], *, overrides: Sequence[str] = (), check: bool = True
 ) -> Config:
     """Make a configuration from a program's dict or OmegaConf config.
 
     Args:
         schema: the master config class of the algorithm.
+        overrides: as in `load_config`.
         check: as in `load_config`.
 
     Raises:
         ConfigError: as in `load_config`.
     """
-    return _loaded(schema, layers_of(schema, [_layer_of(tree)]), (), check)
+    return _loaded(schema, layers_of(schema, [_layer_of(tree)]), overrides, check)
 
 
 def _layer_of(tree: Mapping[str, Any] | DictConfig) -> Layer:

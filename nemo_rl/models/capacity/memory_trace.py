@@ -11,6 +11,7 @@ training backend has a subclass that divides the counts by the axes of its mesh,
 """
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ GRADIENT_OF_LOGITS = 3
 """Number of tensors as large as a chunk of logits that its gradient needs: logits, probabilities, gradient."""
 
 _ATTENTION = "nemo_rl_traced"
+_MASK_OF_STATES = "create_recurrent_attention_mask"
 _NOT_TRACED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError)
 """Errors of architectures whose code reads values of tensors or does not call the attention function."""
 
@@ -181,10 +183,24 @@ def _trace(
 
 def _run(hf: PreTrainedModel, recorder: "Recorder", tokens: int) -> None:
     _stand_in_for_experts(hf)
-    with recorder.recording():
+    with recorder.recording(), _without_masks_of_states(hf):
         ids = torch.zeros(1, tokens, dtype=torch.long)
         # # Without a mask, transformers would read values to find packed sequences in rows.
         body(hf)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+@contextmanager
+def _without_masks_of_states(hf: PreTrainedModel) -> Iterator[None]:
+    """Run a block in which recurrent layers get no mask, because transformers would read its values."""
+    names = vars(sys.modules[type(hf).__module__])
+    before = names.get(_MASK_OF_STATES)
+    if before is not None:
+        names[_MASK_OF_STATES] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        if before is not None:
+            names[_MASK_OF_STATES] = before
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> Parameters:

@@ -83,13 +83,15 @@ def check_mesh(
             yield str(error)
 
 
-def needs_proof(layout: ParallelLayout, model: PretrainedConfig) -> bool:
-    """Return whether a mesh must be tested on a small model before a run.
+def needs_proof(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig) -> bool:
+    """Return whether rows and mesh must be tested on a small model before a run.
 
-    It must be if ranks hold parts of the model or of rows, or if frequencies depend on a batch's longest row.
+    They must be if ranks hold parts of the model or of rows, if rows of text are packed, or if frequencies depend on a
+    batch's longest row. For models that read more than text, the ranks test packed rows.
     """
     divided = layout.num_ranks > layout.data_parallel_size or layout.ep > 1
-    return divided or "dynamic" in str(getattr(model.get_text_config(), "rope_parameters", None))
+    packed = policy.sequence_packing.enabled and model.get_text_config() is model
+    return divided or packed or "dynamic" in str(getattr(model.get_text_config(), "rope_parameters", None))
 
 
 def _check_tensor(mesh: Mesh) -> Findings:

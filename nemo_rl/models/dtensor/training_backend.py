@@ -42,7 +42,7 @@ class DTensorTraining(FolderBackend):
 
         layout = self.layout_of(policy, num_ranks, section)
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
-        if needs_proof(layout, model):
+        if needs_proof(policy, layout, model):
             from nemo_rl.models.dtensor.proof import prove_mesh
 
             prove_mesh(policy, layout, model, section)

@@ -8,6 +8,11 @@ addition is two operations; only matrix products count; attention counts as if i
 not count. For a sequence of T tokens and a dense model this is `6 N + 12 L H Q T` operations per trained token, with N
 weights in matrix products, L layers and H heads of dimension Q. A forward pass alone is a third of that.
 
+A recurrent layer counts in its recurrent form: a token multiplies a state of `rows x columns` elements in each head.
+Mamba writes and reads it once (Dao and Gu 2024, arXiv:2405.21060, equation 1). The gated delta rule also reads it
+before the write (Yang et al. 2024, arXiv:2412.06464, equation 10). Chunks of tokens need more operations, which do not
+count.
+
 Invariant: weights that are not in a matrix product of a token are not counted: embeddings, norms, biases, and experts
 to which the token is not sent. In a model with image or audio towers, only decoder and head are counted.
 """
@@ -27,6 +32,7 @@ from torch import nn
 
 from nemo_rl.files.regular_file import open_regular
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
+from nemo_rl.models.huggingface.layers import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -147,7 +153,9 @@ _ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_toke
 """Names in configurations for the number of experts to which a token is sent."""
 
 _WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")
-"""Kinds of layers without attention. Their only matrix products are those with their weights."""
+"""Kinds of layers without attention: their matrix products are those with their weights and with recurrent states."""
+_WITH_ATTENTION = ("full_attention", "attention", "hybrid")
+"""Kinds of layers whose attention sees all tokens. A `hybrid` layer also has a recurrent part."""
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -169,10 +177,12 @@ class ModelFlops:
     attention: tuple[tuple[int, int | None, int], ...]
     """Items (width, window, layers) for each kind of attention: the sizes of queries and values over all heads, summed,
     the largest number of tokens that a token sees (None for all), and the number of such layers."""
+    states: float = 0.0
+    """Number of multiplications of each token with the states of recurrent layers."""
 
     def forward(self, lengths: Mapping[int, int]) -> float:
         """Return the number of operations of a forward pass over unpadded sequences, given as counts by length."""
-        products = 2.0 * (self.trained + self.frozen) * _tokens(lengths)
+        products = 2.0 * (self.trained + self.frozen + self.states) * _tokens(lengths)
         for width, window, layers in self.attention:
             pairs = sum(float(length) * min(length, window or length) * count for length, count in lengths.items())
             products += 2.0 * width * layers * pairs
@@ -217,7 +227,7 @@ def model_flops(
         hf = auto_class(config).from_config(config)
     text: Any = config.get_text_config()
     head = hf.get_output_embeddings()
-    of_tokens = dict.fromkeys([*hf.get_decoder().modules(), head])
+    of_tokens = _computed(hf)
     multiplied = sum(_multiplied((part for part in of_tokens if not scores or part is not head), _active_experts(text)))
     if scores:
         multiplied += text.hidden_size
@@ -227,7 +237,39 @@ def model_flops(
         chosen = [part for name in adapted(list(linears)) if (part := linears[name]) in of_tokens]
         added = sum(adapters * (part.in_features + part.out_features) for part in chosen)
     trained, frozen = (float(added), multiplied) if adapters else (multiplied, 0.0)
-    return ModelFlops(trained, frozen, tuple(_attention(text)))
+    return ModelFlops(trained, frozen, tuple(_attention(text)), float(sum(_of_states(of_tokens))))
+
+
+def _computed(hf: Any) -> list[nn.Module]:
+    """Return the modules of decoder and head.
+
+    Raises:
+        ValueError: layers share weights, of which each layer may use another part.
+    """
+    hf.tie_weights()  # the model was not initialised, so weights are not tied
+    held = [id(parameter) for layer in decoder_layers(hf) for parameter in layer.parameters()]
+    if len(held) != len(set(held)):
+        raise ValueError(f"the layers of {type(hf).__name__} share weights, which cannot be counted")
+    return list(dict.fromkeys([*hf.get_decoder().modules(), hf.get_output_embeddings()]))
+
+
+def _of_states(modules: Iterable[Any]) -> Iterator[int]:
+    """Yield the number of multiplications of a token with the state of each recurrent layer.
+
+    Raises:
+        ValueError: the sizes of a layer with decays (`A_log`) are not known.
+    """
+    for module in modules:
+        if hasattr(module, "head_k_dim"):  # gated delta net
+            yield 3 * module.num_v_heads * module.head_k_dim * module.head_v_dim
+        elif hasattr(module, "qkv_dim") and hasattr(module, "conv_dim"):  # Kimi delta attention
+            yield 3 * module.qkv_dim * module.head_dim
+        elif hasattr(module, "ssm_state_size"):  # Mamba
+            yield 2 * module.intermediate_size * module.ssm_state_size
+        elif hasattr(module, "slope_rate"):  # lightning attention
+            yield 2 * module.num_attention_heads * module.head_dim**2
+        elif hasattr(module, "rg_lru") or (hasattr(module, "A_log") and hasattr(module, "conv1d")):
+            raise ValueError(f"the state of {type(module).__name__} cannot be counted")
 
 
 def _active_experts(text: Any) -> int | None:
@@ -258,12 +300,15 @@ def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[fl
 
 def _attention(text: Any) -> list[tuple[int, int | None, int]]:
     """Return `ModelFlops.attention`, without layers of linear attention."""
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    windows = Counter(_windows(text))
+    if not windows:
+        return []
+    head = head_size(text)
     latent = getattr(text, "kv_lora_rank", None)
     query = text.qk_nope_head_dim + text.qk_rope_head_dim if latent else head
     value = getattr(text, "v_head_dim", None) or head
     width = text.num_attention_heads * (query + value)
-    return [(width, window, count) for window, count in Counter(_windows(text)).items()]
+    return [(width, window, count) for window, count in windows.items()]
 
 
 def _windows(text: Any) -> Iterator[int | None]:
@@ -278,7 +323,7 @@ def _windows(text: Any) -> Iterator[int | None]:
             yield window
         elif kind == "chunked_attention":
             yield getattr(text, "attention_chunk_size", None)
-        elif kind in ("full_attention", "attention"):
+        elif kind in _WITH_ATTENTION:
             yield None
         elif kind not in _WITHOUT_ATTENTION:
             raise ValueError(f"layers of the kind {kind} cannot be counted")

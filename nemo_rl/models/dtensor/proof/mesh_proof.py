@@ -20,7 +20,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -135,7 +135,7 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
     Raises:
         ConfigError: the architecture cannot be divided in this way, or mesh and one process give different numbers.
     """
-    if not needs_proof(layout, model):
+    if not needs_proof(policy, layout, model):
         return
     mesh = SmallMesh.of(policy, layout)
     question = _ProofQuestion(policy, mesh, model)
@@ -150,7 +150,30 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
         remember(number)
         return
     message = question.refusal(failure)
-    raise ConfigError(message if message.startswith(f"{section}.") else f"{section}.dtensor_cfg: {message}")
+    place = f"{section}.dtensor_cfg" if mesh.layout.num_ranks > 1 else section
+    raise ConfigError(message if message.startswith(f"{section}.") else f"{place}: {message}")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Result of a comparison whose numbers agree."""
+
+    difference: float
+    """Largest relative difference of the loss, a score, a gradient or the gradients' norm."""
+    dtype: torch.dtype
+    """Dtype in which both sides computed."""
+    shares_prompts: bool
+    """Whether the ranks stored a prompt that several rows share only once."""
+
+
+def proof_of(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig) -> Proof | Failure:
+    """Compare a mesh with one process on a small model, whether or not a proof is stored.
+
+    Args:
+        layout: axis sizes, from the section and the number of ranks. One rank proves the layout of the rows.
+        model: the model's configuration.
+    """
+    return _ProofQuestion(policy, SmallMesh.of(policy, layout), model).answer()
 
 
 @dataclass(frozen=True)
@@ -163,11 +186,16 @@ class _ProofQuestion:
 
     @property
     def name(self) -> str:
-        """Return the configuration keys of the mesh, as its name."""
-        return " x ".join(_keys(self.policy)) or "one rank"
+        """Return the configuration keys that are proven, as its name."""
+        return " x ".join(_keys(self.policy)) or "sequence_packing.enabled=true"
 
     def failure(self) -> Failure | None:
         """Return why the mesh is not correct, or None if it is correct."""
+        found = self.answer()
+        return found if isinstance(found, Failure) else None
+
+    def answer(self) -> Proof | Failure:
+        """Compare the mesh with one process, in a child process."""
         try:
             found = answers(lambda _: _prove(self), 1, TIMEOUT_S, own_group=True)
         except DeadlineExceededError:
@@ -223,10 +251,10 @@ def _changes(policy: PolicyConfig) -> Mapping[str, dict[str, Any]]:
 def _alone(policy: PolicyConfig) -> str:
     """Return the advice to set all axes to one rank, for the case that no single change helps."""
     axes = [axis for axis in _AXES if policy.dtensor_cfg.size(axis) > 1]
-    return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)
+    return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes) or "sequence_packing.enabled=false"
 
 
-def _prove(question: _ProofQuestion) -> Failure | None:
+def _prove(question: _ProofQuestion) -> Proof | Failure:
     """Compare one process with the ranks of the small mesh, in the prover process.
 
     Both compute in float64, which shows small errors, or in float32 if the architecture raises an error in float64.
@@ -241,14 +269,14 @@ def _prove(question: _ProofQuestion) -> Failure | None:
     found = try_out(small, longest_sequence(question.policy), policy)
     single, double = (Task(model, policy, question.mesh.layout, found) for model in (small, deepcopy(small).double()))
     with in_float64():
-        failure = _difference(double, TOLERANCES[torch.float64])
-    if failure.raised if failure is not None else bool(find_experts(small)):
-        failure = _difference(single, TOLERANCES[torch.float32])
-    return failure
+        answer = _compared(double, torch.float64)
+    if answer.raised if isinstance(answer, Failure) else bool(find_experts(small)):
+        answer = _compared(single, torch.float32)
+    return answer
 
 
-def _difference(task: Any, tolerance: float) -> Failure | None:
-    """Return the difference between the ranks and one process, or None if they agree."""
+def _compared(task: Any, dtype: torch.dtype) -> Proof | Failure:
+    """Compare the ranks with one process, both in a dtype."""
     from nemo_rl.models.dtensor.proof.numbers import RankNumbers, one_process
 
     try:
@@ -266,7 +294,7 @@ def _difference(task: Any, tolerance: float) -> Failure | None:
     if isinstance(found, Failure):
         return found if found.refused else Failure(f"a rank gave {found.what}", raised=True)
     ranks: list[RankNumbers] = found
-    return _largest(reference, ranks, tolerance)
+    return _largest(reference, ranks, Proof(0.0, dtype, task.found.shares_prompts))
 
 
 def _on_rank(task: Any, reference: Any, store: Path, rank: int) -> Any:
@@ -279,8 +307,8 @@ def _on_rank(task: Any, reference: Any, store: Path, rank: int) -> Any:
     return on_mesh(task, reference)
 
 
-def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Failure | None:
-    """Return the first and the largest difference in loss, scores, gradients and norm, or None if all agree."""
+def _largest(reference: Any, ranks: list[Any], proof: Proof) -> Proof | Failure:
+    """Return the proof with the largest difference, or the first and largest one that its dtype does not allow."""
     loss, norm = sum(rank.loss for rank in ranks), ranks[0].norm
     gradients = {name: error for rank in ranks for name, error in rank.gradients.items()}
     for rank in ranks:
@@ -294,10 +322,9 @@ def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Failure | No
     found |= {f"the gradient of {name}": error for name, error in gradients.items()}
     found |= {f"the gradient of {name}, which no rank has,": 1.0 for name in missing}
     found["the gradient's norm"] = abs(norm - reference.norm) / reference.norm if reference.norm else 0.0
-    wrong = {name: error for name, error in found.items() if not error <= tolerance}
-    logger.debug("Largest difference: %s", max(found.items(), key=lambda item: item[1]))
+    wrong = {name: error for name, error in found.items() if not error <= TOLERANCES[proof.dtype]}
     if not wrong:
-        return None
+        return replace(proof, difference=max(found.values()))
     first, worst = next(iter(wrong)), max(wrong, key=lambda name: wrong[name])
     told = [first] if first == worst else [first, worst]
     return Failure(" and ".join(f"{name} differs by {wrong[name]:.1e} of its size" for name in told))

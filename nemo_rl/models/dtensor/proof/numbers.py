@@ -119,14 +119,14 @@ class Task:
     def microbatches(self, dp_rank: int) -> Iterator[BatchedDataDict[Any]]:
         """Yield the microbatches of a data-parallel rank, right padded, with a weight for each token's score."""
         text = self.probe_model.config.get_text_config()
-        padding = -1 if text.pad_token_id is None else text.pad_token_id  # a scoring head finds the end of a row by it
+        padding = getattr(text, "pad_token_id", None)  # a scoring head finds the end of a row by it
         for index, lengths in enumerate(_LENGTHS):
             generator = torch.Generator().manual_seed(10 * dp_rank + index)
             shape = (len(lengths), max(lengths))
             real = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
             ids = torch.randint(3, text.vocab_size, shape, generator=generator)
             ids[:, :_ALIKE] = ids[:1, :_ALIKE]
-            ids = torch.where(ids == padding, 1, ids)
+            ids = ids if padding is None else torch.where(ids == padding, 1, ids)
             yield BatchedDataDict(
                 {
                     "input_ids": ids * real,

@@ -27,6 +27,28 @@ from tools.measure_memory import Setting, measure
 TINY = str(REPOSITORY_ROOT / "examples/assets/tiny-chat")
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 8192}
 
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "num_experts": 0,
+    "mlp_only_layers": [0, 1, 2, 3],
+}
+MAMBA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "chunk_size": 64,
+}
+
 
 @pytest.mark.parametrize(
     "setting",
@@ -34,6 +56,8 @@ SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "
         Setting("1 rank, packed, selective", packed=True, shape=SMALL, keys={"activation_checkpointing": "selective"}),
         Setting("1 rank, padded, other heads", shape=SMALL | {"head_dim": 64}, model_type="qwen3"),
         Setting("1 rank, critic", shape=SMALL, critic=True),
+        Setting("1 rank, gated delta nets", packed=True, shape=SMALL | DELTA, model_type="qwen3_next"),
+        Setting("1 rank, Mamba-2", packed=True, shape=SMALL | MAMBA, model_type="nemotron_h"),
     ],
     ids=lambda setting: setting.name,
 )

@@ -1,9 +1,13 @@
 """The count of operations against torch's own counter of real passes, and against hand counts."""
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from architectures import random_model
 from peft import LoraConfig, get_peft_model
+from recurrent_models import recurrent_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
@@ -141,6 +145,58 @@ def test_layers_that_cannot_be_counted_are_refused() -> None:
         _attention(config)
     config.layer_types = ["full_attention", "linear_attention"]
     assert [layers for _, _, layers in _attention(config)] == [1]
+
+
+def recurrent_steps(kind: str, heads: int, rows: int, columns: int) -> None:
+    """Compute one token of a recurrent layer's heads by matrix products, as the papers write it."""
+    state = torch.zeros(heads, rows, columns)
+    key, value, query = torch.ones(heads, rows, 1), torch.ones(heads, 1, columns), torch.ones(heads, 1, rows)
+    if kind == "delta":
+        value = value - torch.bmm(key.transpose(1, 2), state)
+    state = state + torch.bmm(key, value)
+    torch.bmm(query, state)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "heads", "rows", "columns", "layers"),
+    [
+        ("mamba2", "ssm", 8, 16, 16, 4),
+        ("nemotron_h", "ssm", 8, 16, 16, 2),
+        ("falcon_h1", "ssm", 8, 16, 16, 4),
+        ("mamba", "ssm", 96, 16, 1, 4),
+        ("qwen3_next", "delta", 4, 16, 16, 2),
+        ("qwen3_5_text", "delta", 4, 16, 16, 2),
+        ("olmo_hybrid", "delta", 4, 16, 16, 2),
+        ("kimi_linear", "delta", 4, 16, 16, 2),
+    ],
+)
+def test_states_of_recurrent_layers_count_in_their_recurrent_form(
+    model_type: str, kind: str, heads: int, rows: int, columns: int, layers: int
+) -> None:
+    flops = model_flops(recurrent_model(model_type).config)
+    with FlopCounterMode(display=False) as counter:
+        recurrent_steps(kind, heads, rows, columns)
+    assert 2 * flops.states == layers * counter.get_total_flops()
+    without = replace(flops, states=0.0)
+    assert flops.training({T: ROWS}) - without.training({T: ROWS}) == 3 * T * ROWS * 2 * flops.states
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "falcon_h1", "qwen3_next", "olmo_hybrid"])
+def test_all_other_products_of_hybrid_models_are_counted(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts a pass in which the functions of recurrent states make no products."""
+    model = recurrent_model(model_type, experts_implementation="eager", attn_implementation="eager")
+    file = sys.modules[type(model).__module__]
+    monkeypatch.setattr(file, "mamba2_chunk_scan", lambda hidden_states, *_, **__: hidden_states, raising=False)
+    delta = lambda query, key, value, **_: (value, None)  # noqa: E731
+    monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", delta, raising=False)
+    monkeypatch.setattr(file, "causal_conv1d_fn", lambda hidden_states, *_, **__: hidden_states, raising=False)
+    flops = replace(model_flops(model.config), states=0.0)
+    assert flops.forward({T: ROWS}) == counted(model, backward=False)
+
+
+def test_layers_that_share_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="the layers of Zamba2ForCausalLM share weights"):
+        model_flops(recurrent_model("zamba2").config)
 
 
 def test_experts_without_a_known_number_are_refused() -> None:

@@ -55,6 +55,14 @@ def test_a_mesh_without_model_parallelism_needs_no_proof(never_asked) -> None:
     prove_mesh(policy, ParallelLayout(dp_shard=4, dp_replicate=2), random_model("llama").config)
 
 
+def test_packed_rows_are_proven_on_one_rank(cache) -> None:
+    packed = {"sequence_packing": {"enabled": True}}
+    prove("qwen3", {}, **packed)
+    assert len([*(cache / "nemo_rl" / "proven_meshes").iterdir()]) == 1
+    with pytest.raises(ConfigError, match=r"^policy: Llama4ForCausalLM uses chunked attention.*enabled=false"):
+        prove("llama4_text", {}, **packed)
+
+
 def test_a_proven_mesh_is_remembered(cache, monkeypatch) -> None:
     prove("llama", TP2)
     (proof,) = (cache / "nemo_rl" / "proven_meshes").iterdir()

@@ -1,0 +1,195 @@
+"""Train with Megatron Core and sample with engines on a small twin of a model, in a folder of its own.
+
+Both read the twin as they read a checkpoint of a hub. Invariant: the reference is transformers' own model in one
+process, and everything else runs in child processes with deadlines.
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from nemo_rl.commands.conformance.case import Case
+from nemo_rl.commands.conformance.run import check_engine
+from nemo_rl.commands.doctor.model_cells import PACKED, PADDED, Cell, Result, measured
+from nemo_rl.config import ClusterConfig, MegatronConfig, PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.dtensor.build import Found
+from nemo_rl.models.dtensor.proof.children import Failure, answers
+from nemo_rl.models.dtensor.proof.numbers import Reference, Task, one_process
+from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
+from nemo_rl.models.generation.factory import check_engine_model, engine_settings
+from nemo_rl.models.huggingface.folders import TENSOR_FILES
+from nemo_rl.models.megatron.training_backend import MegatronTraining
+from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
+
+_DEADLINE_S = 240.0
+_CONTEXT, _VOCABULARY = 256, 512
+_CALM = 0.4
+"""Factor of the twin's matrices. With the larger weights of a proof, rounding to bfloat16 changes log-probabilities by
+1, as much as an error does."""
+_PROPERTIES = ("logprobs", "update")
+"""Properties of `conformance` that an engine must have: the distributions of the folder and of two weight updates."""
+_MEGATRON_TOLERANCE = 1e-4
+"""Largest accepted relative difference of a log-probability, the loss and the norm of the gradient in float32. Without
+the gradients of its routers, the norm of a small DeepSeek-V3 differs by 4e-4."""
+_ENGINE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
+"""Largest accepted difference of a log-probability from transformers in float32, by precision of the engine."""
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def saved_twin(base: PolicyConfig, model: PretrainedConfig) -> Iterator["Twin"]:
+    """Make the small model of an architecture in a temporary folder, with a tokenizer.
+
+    Raises:
+        ConfigError: the architecture's code does not run.
+    """
+    one, form = SmallMesh(ParallelLayout(), 1), deepcopy(model)
+    text: Any = form.get_text_config()
+    text.vocab_size = max(text.vocab_size, _VOCABULARY)
+    padded = base.sequence_packing.model_copy(update={"enabled": False})
+    hf = small_model(form, small_policy(base.model_copy(update={"sequence_packing": padded}), one), one)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(_CALM)
+    with tempfile.TemporaryDirectory(prefix="nrl-twin-") as folder:
+        hf.save_pretrained(folder)
+        _tokenizer(hf.config.get_text_config()).save_pretrained(folder)
+        yield Twin(base, hf, folder)
+
+
+def _tokenizer(text: Any) -> PreTrainedTokenizerFast:
+    words = {str(number): number for number in range(text.vocab_size)}
+    end = text.eos_token_id[0] if isinstance(text.eos_token_id, list) else text.eos_token_id
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), eos_token=str(end or 0), pad_token="0"
+    )
+
+
+class Twin:
+    """The small model of an architecture, in memory and in a folder."""
+
+    def __init__(self, base: PolicyConfig, hf: Any, folder: str) -> None:
+        self._base, self._hf, self.folder = base, hf, folder
+
+    def megatron_cells(self) -> Iterator[Cell]:
+        """Yield the cells of Megatron Core on one rank: the rows, and the conversion of the weights in both ways."""
+        for what in (PADDED, PACKED):
+            yield measured("Megatron Core", f"one rank, {what}", partial(self._megatron, packed=what == PACKED))
+
+    def _megatron(self, *, packed: bool) -> tuple[Result, str, float | None]:
+        section = MegatronConfig.build(enabled=True, **_UNCLIPPED)
+        packing = self._base.sequence_packing.model_copy(update={"enabled": packed})
+        changed = {"megatron_cfg": section, "sequence_packing": packing, "precision": "float32", "generation": None}
+        disabled = self._base.dtensor_cfg.model_copy(update={"enabled": False})
+        policy = self._base.model_copy(update=changed | {"dtensor_cfg": disabled, "max_grad_norm": None})
+        MegatronTraining().check_sizes(policy, 1)
+        if find_spec("megatron") is None:
+            return Result.SKIPPED, "needs the extra mcore", None
+        policy = policy.model_copy(update={"model_name": self.folder})
+        task = Task(self._hf, policy, ParallelLayout(), Found("eager", shares_prompts=False, transform=None))
+        found = answers(lambda _: _megatron_difference(task), 1, _DEADLINE_S, own_group=True)
+        if isinstance(found, Failure):
+            return Result.REFUSED if found.refused else Result.FAILED, found.what, None
+        name, worst = max(found[0].items(), key=lambda item: item[1])
+        if worst > _MEGATRON_TOLERANCE:
+            return Result.FAILED, f"{name} differs by {worst:.1e} of its size", worst
+        return Result.RIGHT, "float32", worst
+
+    def engine_cells(self, backend: str, precisions: Sequence[str]) -> Iterator[Cell]:
+        """Yield a cell for each precision of an engine: log-probabilities of the files and after two weight updates."""
+        for precision in precisions:
+            yield measured(backend, f"{precision}, with weight updates", partial(self._engine, backend, precision))
+
+    def _engine(self, backend: str, precision: str) -> tuple[Result, str, float | None]:
+        engine = self._base.sampling.engine.model_copy(update={"precision": precision})
+        generation = self._base.sampling.model_copy(update={"backend": backend, "engine": engine})
+        policy = self._base.model_copy(update={"generation": generation, "precision": precision})
+        cluster = ClusterConfig.build(device="cpu")
+        check_engine_model(policy, cluster)
+        length = min(_CONTEXT, engine.max_model_len)
+        short = engine.model_copy(update={"max_model_len": length})
+        tokenizer = policy.tokenizer.model_copy(update={"name": self.folder})
+        generation = generation.model_copy(update={"engine": short})
+        changed = {"model_name": self.folder, "tokenizer": tokenizer, "generation": generation}
+        settings = engine_settings(policy.model_copy(update=changed), cluster, seed=0, load_weights=True)
+        case = Case(self.folder, tolerance=_ENGINE_TOLERANCES[precision], max_model_len=length)
+        report = check_engine(settings, case, _PROPERTIES)
+        if report.failures:
+            return Result.FAILED, _reason(next(iter(report.failures.values()))), report.largest
+        return Result.RIGHT, precision, report.largest
+
+
+def _reason(failure: str) -> str:
+    """Return the message of a failure, without the stack above it and the details below it."""
+    lines = failure.strip().splitlines()
+    return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[0])
+
+
+_UNCLIPPED: dict[str, Any] = {
+    "optimizer": {"clip_grad": 0.0},
+    "moe_router_dtype": "fp64",
+    "freeze_moe_router": False,
+}
+"""Settings with which all weights have gradients, and experts are chosen as in the reference."""
+
+
+def _megatron_difference(task: Task) -> dict[str, float]:
+    """Return the relative differences of Megatron Core from transformers, on one rank in this process, by name."""
+    from nemo_rl.models.megatron.backend import MegatronBackend
+
+    reference = one_process(task)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory(prefix="nrl-twin-") as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=_DEADLINE_S))
+        backend = MegatronBackend(task.policy, _CPU, ParallelLayout(), init_reference_model=False)
+        return _converted(backend, Path(task.policy.model_name)) | _trained(backend, task, reference)
+
+
+def _converted(backend: Any, folder: Path) -> dict[str, float]:
+    """Compare the exported weights with the files, which must be equal bit for bit."""
+    files = {name: tensor for file in folder.glob(TENSOR_FILES) for name, tensor in load_file(file).items()}
+    exported = dict(backend.iterate_weights())
+    missing = files.keys() ^ exported.keys()
+    changed = [name for name in files.keys() & exported.keys() if not torch.equal(files[name], exported[name])]
+    return dict.fromkeys([f"the exported {name}" for name in [*missing, *changed]], 1.0)
+
+
+def _trained(backend: Any, task: Task, reference: Reference) -> dict[str, float]:
+    rows = list(task.microbatches(0))
+    inputs = [build_training_inputs(each, InputLayout(task.policy.sequence_packing.enabled), _CPU) for each in rows]
+    errors: list[float] = []
+    losses: list[float] = []
+
+    def train(index: int, scores_K: torch.Tensor, entropy_K: torch.Tensor) -> torch.Tensor:
+        scores, wanted = inputs[index].scatter(scores_K), reference.scores[0, index]
+        errors.append(float((scores.detach() - wanted).abs().max() / wanted.abs().max()))
+        loss = -(scores * rows[index]["weights"]).sum()
+        losses.append(loss.item())
+        return loss
+
+    backend.run(inputs, train, backward=True)
+    norm, _ = backend.clip_and_step()
+    scale = max(abs(reference.loss), 1.0)
+    return {
+        "a log-probability": max(errors),
+        "the loss": abs(sum(losses) - reference.loss) / scale,
+        "the gradient's norm": abs(norm - reference.norm) / reference.norm,
+    }
