@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 93_050, "all": 117_600}
-FILES = {"core": 522, "all": 680}
+LINES = {"core": 93_200, "all": 118_200}
+FILES = {"core": 524, "all": 684}
 FOLDERS = 87
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
