@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from nemo_rl.commands.doctor.model_cells import Cell, Result, train_cell, trials
-from nemo_rl.commands.doctor.twin import saved_twin
+from nemo_rl.commands.doctor.small_copy import saved_small_copy
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.loading.load import config_of
@@ -71,10 +71,10 @@ class Question:
         for trial in trials(self.policy):
             yield train_cell(self.policy, self.model, trial)
         try:
-            with saved_twin(self.policy, self.model) as twin:
-                yield from twin.megatron_cells()
+            with saved_small_copy(self.policy, self.model) as copy:
+                yield from copy.megatron_cells()
                 for backend in engines:
-                    yield from twin.engine_cells(backend, ("float32", "bfloat16"))
+                    yield from copy.engine_cells(backend, ("float32", "bfloat16"))
         except ConfigError as error:
             yield Cell("Megatron Core and engines", "small model", Result.REFUSED, str(error))
 
@@ -86,7 +86,7 @@ def examine_model(arguments: argparse.Namespace) -> int:
     question = Question.of(arguments.model, arguments.overrides)
     console = Console(file=sys.stderr)
     cells = []
-    torch.set_num_threads(1)  # children are forked, and the twin is tiny
+    torch.set_num_threads(1)  # children are forked, and the copy is tiny
     disable_progress_bar()
     set_verbosity_error()
     with console.status("") as status:

@@ -1,9 +1,9 @@
-"""Try the ways to train and sample a model on a small twin of its architecture.
+"""Try the ways to train and sample a model on a small copy of its architecture.
 
     configuration ─► Trial ─► check of the real sizes ─► small model against transformers in one process ─► Cell
-                        └──► Megatron Core and engines: the small model in a folder (`twin`)
+                        └──► Megatron Core and engines: the small model in a folder (`small_copy`)
 
-The twin has random weights and one layer of each kind, so a trial takes seconds for a model of any size, and no weight
+The copy has random weights and one layer of each kind, so a trial takes seconds for a model of any size, and no weight
 of the model is read. Invariant: a cell is `right` only if numbers were compared in this call. A failure of one trial
 does not affect the others.
 """
@@ -101,7 +101,7 @@ def trials(base: PolicyConfig) -> Iterator[Trial]:
 
 
 def train_cell(base: PolicyConfig, model: PretrainedConfig, trial: Trial) -> Cell:
-    """Check the model's sizes as a run does, and compare the twin on the ranks of a mesh with one process.
+    """Check the model's sizes as a run does, and compare the copy on the ranks of a mesh with one process.
 
     Args:
         base: policy section whose `model_name` is a folder or an id that can be read here.

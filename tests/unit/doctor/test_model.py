@@ -9,7 +9,7 @@ import torch
 from parity.every_type import tiny_model
 
 from nemo_rl.__main__ import main
-from nemo_rl.commands.doctor import twin
+from nemo_rl.commands.doctor import small_copy
 from nemo_rl.commands.doctor.model import Question
 from nemo_rl.commands.doctor.model_cells import Cell, Result, Trial, train_cell
 from nemo_rl.utils.errors import ConfigError
@@ -66,15 +66,15 @@ def test_a_leak_between_packed_sequences_is_found(tmp_path, monkeypatch) -> None
 
 def test_a_wrong_conversion_to_megatron_is_found(tmp_path, monkeypatch) -> None:
     question = Question.of(folder_of("llama", tmp_path), [])
-    converted = twin._converted
+    converted = small_copy._converted
 
     def halved(backend, folder):
         with torch.no_grad():
             next(backend.chunks[0].parameters()).mul_(0.5)
         return converted(backend, folder)
 
-    monkeypatch.setattr(twin, "_converted", halved)
-    with twin.saved_twin(question.policy, question.model) as small:
+    monkeypatch.setattr(small_copy, "_converted", halved)
+    with small_copy.saved_small_copy(question.policy, question.model) as small:
         first = next(small.megatron_cells())
     assert first.result is Result.FAILED
     assert "the exported model.embed_tokens.weight differs" in first.told
@@ -82,9 +82,9 @@ def test_a_wrong_conversion_to_megatron_is_found(tmp_path, monkeypatch) -> None:
 
 def test_missing_gradients_of_routers_are_found(tmp_path, monkeypatch) -> None:
     question = Question.of(folder_of("deepseek_v3", tmp_path), [])
-    with twin.saved_twin(question.policy, question.model) as small:
+    with small_copy.saved_small_copy(question.policy, question.model) as small:
         right = next(small.megatron_cells())
-        monkeypatch.setitem(twin._UNCLIPPED, "freeze_moe_router", True)
+        monkeypatch.setitem(small_copy._UNCLIPPED, "freeze_moe_router", True)
         wrong = next(small.megatron_cells())
     assert (right.result, wrong.result) == (Result.RIGHT, Result.FAILED)
     assert "the gradient's norm differs by" in wrong.told
@@ -107,7 +107,7 @@ def test_the_command_prints_json_and_fails_with_a_failed_trial(tmp_path, monkeyp
     ("given", "message"),
     [
         (["grpo.max_num_steps=1"], "takes keys of policy only"),
-        (["policy.precison=float32"], "precison"),
+        (["policy.precisions=float32"], "precisions"),
     ],
 )
 def test_wrong_overrides_are_refused(given, message, tmp_path) -> None:
@@ -122,11 +122,11 @@ def test_a_model_that_is_not_here_is_refused_by_name(tmp_path) -> None:
 
 def test_engines_are_compared_after_weight_updates(tmp_path, monkeypatch) -> None:
     question = Question.of(folder_of("llama", tmp_path), [])
-    with twin.saved_twin(question.policy, question.model) as small:
+    with small_copy.saved_small_copy(question.policy, question.model) as small:
         (right,) = small.engine_cells("hf", ["float32"])
         assert right.result is Result.RIGHT, right
         assert right.difference is not None and 0 < right.difference < 1e-4
-        monkeypatch.setattr(twin, "_ENGINE_TOLERANCES", {"float32": 1e-9})
+        monkeypatch.setattr(small_copy, "_ENGINE_TOLERANCES", {"float32": 1e-9})
         (wrong,) = small.engine_cells("hf", ["float32"])
     assert wrong.result is Result.FAILED
     assert "log-probabilities differ by" in wrong.told

@@ -1,6 +1,6 @@
-"""Train with Megatron Core and sample with engines on a small twin of a model, in a folder of its own.
+"""Train with Megatron Core and sample with engines on a small copy of a model, in a folder of its own.
 
-Both read the twin as they read a checkpoint of a hub. Invariant: the reference is transformers' own model in one
+Both read the copy as they read a checkpoint of a hub. Invariant: the reference is transformers' own model in one
 process, and everything else runs in child processes with deadlines.
 """
 
@@ -40,7 +40,7 @@ from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 _DEADLINE_S = 240.0
 _CONTEXT, _VOCABULARY = 256, 512
 _CALM = 0.4
-"""Factor of the twin's matrices. With the larger weights of a proof, rounding to bfloat16 changes log-probabilities by
+"""Factor of the copy's matrices. With the larger weights of a proof, rounding to bfloat16 changes log-probabilities by
 1, as much as an error does."""
 _PROPERTIES = ("logprobs", "update")
 """Properties of `conformance` that an engine must have: the distributions of the folder and of two weight updates."""
@@ -53,7 +53,7 @@ _CPU = torch.device("cpu")
 
 
 @contextmanager
-def saved_twin(base: PolicyConfig, model: PretrainedConfig) -> Iterator["Twin"]:
+def saved_small_copy(base: PolicyConfig, model: PretrainedConfig) -> Iterator["SmallCopy"]:
     """Make the small model of an architecture in a temporary folder, with a tokenizer.
 
     Raises:
@@ -68,10 +68,10 @@ def saved_twin(base: PolicyConfig, model: PretrainedConfig) -> Iterator["Twin"]:
         for parameter in hf.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(_CALM)
-    with tempfile.TemporaryDirectory(prefix="nrl-twin-") as folder:
+    with tempfile.TemporaryDirectory(prefix="nrl-small-") as folder:
         hf.save_pretrained(folder)
         _tokenizer(hf.config.get_text_config()).save_pretrained(folder)
-        yield Twin(base, hf, folder)
+        yield SmallCopy(base, hf, folder)
 
 
 def _tokenizer(text: Any) -> PreTrainedTokenizerFast:
@@ -82,7 +82,7 @@ def _tokenizer(text: Any) -> PreTrainedTokenizerFast:
     )
 
 
-class Twin:
+class SmallCopy:
     """The small model of an architecture, in memory and in a folder."""
 
     def __init__(self, base: PolicyConfig, hf: Any, folder: str) -> None:
@@ -156,7 +156,7 @@ def _megatron_difference(task: Task) -> dict[str, float]:
 
     reference = one_process(task)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with tempfile.TemporaryDirectory(prefix="nrl-twin-") as folder:
+    with tempfile.TemporaryDirectory(prefix="nrl-small-") as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=_DEADLINE_S))
         backend = MegatronBackend(task.policy, _CPU, ParallelLayout(), init_reference_model=False)
