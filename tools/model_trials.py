@@ -25,7 +25,7 @@ from model_support_table import TRIALS, stored_trials
 from parity.every_type import model_types, tiny_model
 
 from nemo_rl.commands.doctor.model import Question
-from nemo_rl.commands.doctor.model_cells import Cell, Result
+from nemo_rl.commands.doctor.model_cells import Cell, TrialResult
 from nemo_rl.utils.errors import ConfigError
 
 _LONGEST_REASON = 200
@@ -53,7 +53,7 @@ def tried(model_type: str, engines: Sequence[str] = ()) -> dict[str, Any]:
 def _shown(cell: Cell) -> Iterator[Any]:
     yield from (cell.part, cell.what, str(cell.result))
     yield None if cell.difference is None else float(f"{cell.difference:.1e}")
-    yield "" if cell.result is Result.RIGHT else cell.told.replace("\n", " ")[:_LONGEST_REASON]
+    yield "" if cell.result is TrialResult.RIGHT else cell.told.replace("\n", " ")[:_LONGEST_REASON]
 
 
 def write(rows: dict[str, dict[str, Any]], file: Path) -> None:
@@ -79,11 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
         row = tried(name, engines)
         write(rows | {name: row}, given.store)
         results = [cell[2] for cell in row["cells"]]
-        failed += results.count(Result.FAILED)
-        told = row["not_built"] or ", ".join(f"{results.count(each)} {each}" for each in Result if each in results)
+        failed += results.count(TrialResult.FAILED)
+        told = row["not_built"] or ", ".join(f"{results.count(each)} {each}" for each in TrialResult if each in results)
         sys.stdout.write(f"{name:24} {row['seconds']:4d} s  {told}\n")
         for cell in row["cells"]:
-            if cell[2] == Result.FAILED:
+            if cell[2] == TrialResult.FAILED:
                 sys.stdout.write(f"    {cell[0]}, {cell[1]}: {cell[4]}\n")
         sys.stdout.flush()
     return int(failed > 0)

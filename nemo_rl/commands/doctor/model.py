@@ -18,7 +18,7 @@ from rich.text import Text
 from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from nemo_rl.commands.doctor.model_cells import Cell, Result, train_cell, trials
+from nemo_rl.commands.doctor.model_cells import Cell, TrialResult, train_cell, trials
 from nemo_rl.commands.doctor.small_copy import saved_small_copy
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.loading.algorithms import ALGORITHMS
@@ -30,7 +30,12 @@ from nemo_rl.utils.errors import ConfigError
 _WIDTH = 160
 """Width in characters if the output is not a terminal."""
 _LENGTH = 512
-_STYLES = {Result.RIGHT: "green", Result.REFUSED: "yellow", Result.FAILED: "bold red", Result.SKIPPED: "dim"}
+_STYLES = {
+    TrialResult.RIGHT: "green",
+    TrialResult.REFUSED: "yellow",
+    TrialResult.FAILED: "bold red",
+    TrialResult.SKIPPED: "dim",
+}
 _ENGINES = ("vllm", "hf")
 
 
@@ -76,7 +81,7 @@ class Question:
                 for backend in engines:
                     yield from copy.engine_cells(backend, ("float32", "bfloat16"))
         except ConfigError as error:
-            yield Cell("Megatron Core and engines", "small model", Result.REFUSED, str(error))
+            yield Cell("Megatron Core and engines", "small model", TrialResult.REFUSED, str(error))
 
 
 def examine_model(arguments: argparse.Namespace) -> int:
@@ -94,12 +99,12 @@ def examine_model(arguments: argparse.Namespace) -> int:
             status.update(f"{cell.part}, {cell.what}: {cell.result}")
             cells.append(cell)
     (_write_json if arguments.json else _write_table)(question, cells)
-    return int(any(cell.result is Result.FAILED for cell in cells))
+    return int(any(cell.result is TrialResult.FAILED for cell in cells))
 
 
 def counts(cells: Sequence[Cell]) -> dict[str, int]:
     """Return the number of cells of each result."""
-    return {str(result): sum(cell.result is result for cell in cells) for result in Result}
+    return {str(result): sum(cell.result is result for cell in cells) for result in TrialResult}
 
 
 def _write_json(question: Question, cells: Sequence[Cell]) -> None:

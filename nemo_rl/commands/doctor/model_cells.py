@@ -27,8 +27,8 @@ from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 _DEADLINE_S = 1200.0
 
 
-class Result(StrEnum):
-    """Result of a trial."""
+class TrialResult(StrEnum):
+    """TrialResult of a trial."""
 
     RIGHT = "right"
     REFUSED = "refused"
@@ -44,7 +44,7 @@ class Cell:
     """Subject: `training`, `LoRA`, `Megatron Core` or an engine."""
     what: str
     """Setting that was tried."""
-    result: Result
+    result: TrialResult
     """`failed` is an unexpected error. `skipped` needs a package that is not installed."""
     told: str = ""
     """Reason of a refusal, or the dtype of the comparison."""
@@ -116,15 +116,19 @@ def train_cell(base: PolicyConfig, model: PretrainedConfig, trial: Trial) -> Cel
     return measured(trial.part, trial.what, lambda: _judged(trial, tried()))
 
 
-def _judged(trial: Trial, answer: Proof | Failure) -> tuple[Result, str, float | None]:
+def _judged(trial: Trial, answer: Proof | Failure) -> tuple[TrialResult, str, float | None]:
     if isinstance(answer, Failure):
-        return Result.REFUSED, answer.what, None
+        return TrialResult.REFUSED, answer.what, None
     if trial.shared and not answer.shares_prompts:
-        return Result.REFUSED, "A prompt is stored once for each of its answers: with one copy, outputs differ.", None
-    return Result.RIGHT, str(answer.dtype).removeprefix("torch."), answer.difference
+        return (
+            TrialResult.REFUSED,
+            "A prompt is stored once for each of its answers: with one copy, outputs differ.",
+            None,
+        )
+    return TrialResult.RIGHT, str(answer.dtype).removeprefix("torch."), answer.difference
 
 
-def measured(part: str, what: str, look: Callable[[], tuple[Result, str, float | None]]) -> Cell:
+def measured(part: str, what: str, look: Callable[[], tuple[TrialResult, str, float | None]]) -> Cell:
     """Return the cell of a trial, with its seconds. A `ConfigError` is a refusal, other errors are failures."""
     began = time.monotonic()
     trial = in_background(look, f"doctor: {part}, {what}")  # the code of any architecture
@@ -136,6 +140,6 @@ def measured(part: str, what: str, look: Callable[[], tuple[Result, str, float |
         result, told, difference = trial.result()
     else:
         refused = isinstance(error, ConfigError)
-        result, told, difference = Result.REFUSED if refused else Result.FAILED, str(error), None
+        result, told, difference = TrialResult.REFUSED if refused else TrialResult.FAILED, str(error), None
         told = told if refused else f"{type(error).__name__}: {error}"
     return Cell(part, what, result, told, difference, time.monotonic() - began)

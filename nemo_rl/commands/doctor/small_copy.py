@@ -5,7 +5,6 @@ process, and everything else runs in child processes with deadlines.
 """
 
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from nemo_rl.commands.conformance.case import Case
 from nemo_rl.commands.conformance.run import check_engine
-from nemo_rl.commands.doctor.model_cells import PACKED, PADDED, Cell, Result, measured
+from nemo_rl.commands.doctor.model_cells import PACKED, PADDED, Cell, TrialResult, measured
 from nemo_rl.config import ClusterConfig, MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.build import Found
@@ -93,7 +92,7 @@ class SmallCopy:
         for what in (PADDED, PACKED):
             yield measured("Megatron Core", f"one rank, {what}", partial(self._megatron, packed=what == PACKED))
 
-    def _megatron(self, *, packed: bool) -> tuple[Result, str, float | None]:
+    def _megatron(self, *, packed: bool) -> tuple[TrialResult, str, float | None]:
         section = MegatronConfig.build(enabled=True, **_UNCLIPPED)
         packing = self._base.sequence_packing.model_copy(update={"enabled": packed})
         changed = {"megatron_cfg": section, "sequence_packing": packing, "precision": "float32", "generation": None}
@@ -101,23 +100,23 @@ class SmallCopy:
         policy = self._base.model_copy(update=changed | {"dtensor_cfg": disabled, "max_grad_norm": None})
         MegatronTraining().check_sizes(policy, 1)
         if find_spec("megatron") is None:
-            return Result.SKIPPED, "needs the extra mcore", None
+            return TrialResult.SKIPPED, "needs the extra mcore", None
         policy = policy.model_copy(update={"model_name": self.folder})
         task = Task(self._hf, policy, ParallelLayout(), Found("eager", shares_prompts=False, transform=None))
         found = answers(lambda _: _megatron_difference(task), 1, _DEADLINE_S, own_group=True)
         if isinstance(found, Failure):
-            return Result.REFUSED if found.refused else Result.FAILED, found.what, None
+            return TrialResult.REFUSED if found.refused else TrialResult.FAILED, found.what, None
         name, worst = max(found[0].items(), key=lambda item: item[1])
         if worst > _MEGATRON_TOLERANCE:
-            return Result.FAILED, f"{name} differs by {worst:.1e} of its size", worst
-        return Result.RIGHT, "float32", worst
+            return TrialResult.FAILED, f"{name} differs by {worst:.1e} of its size", worst
+        return TrialResult.RIGHT, "float32", worst
 
     def engine_cells(self, backend: str, precisions: Sequence[str]) -> Iterator[Cell]:
         """Yield a cell for each precision of an engine: log-probabilities of the files and after two weight updates."""
         for precision in precisions:
             yield measured(backend, f"{precision}, with weight updates", partial(self._engine, backend, precision))
 
-    def _engine(self, backend: str, precision: str) -> tuple[Result, str, float | None]:
+    def _engine(self, backend: str, precision: str) -> tuple[TrialResult, str, float | None]:
         engine = self._base.sampling.engine.model_copy(update={"precision": precision})
         generation = self._base.sampling.model_copy(update={"backend": backend, "engine": engine})
         policy = self._base.model_copy(update={"generation": generation, "precision": precision})
@@ -132,14 +131,15 @@ class SmallCopy:
         case = Case(self.folder, tolerance=_ENGINE_TOLERANCES[precision], max_model_len=length)
         report = check_engine(settings, case, _PROPERTIES)
         if report.failures:
-            return Result.FAILED, _reason(next(iter(report.failures.values()))), report.largest
-        return Result.RIGHT, precision, report.largest
+            return TrialResult.FAILED, _reason(next(iter(report.failures.values()))), report.largest
+        return TrialResult.RIGHT, precision, report.largest
 
 
 def _reason(failure: str) -> str:
     """Return the message of a failure, without the stack above it and the details below it."""
     lines = failure.strip().splitlines()
-    return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[0])
+    named = [line for line in lines if line.partition(": ")[0].endswith(("Error", "Exception"))]
+    return named[-1] if named else lines[0]
 
 
 _UNCLIPPED: dict[str, Any] = {

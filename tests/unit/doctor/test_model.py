@@ -11,7 +11,7 @@ from parity.every_type import tiny_model
 from nemo_rl.__main__ import main
 from nemo_rl.commands.doctor import small_copy
 from nemo_rl.commands.doctor.model import Question
-from nemo_rl.commands.doctor.model_cells import Cell, Result, Trial, train_cell
+from nemo_rl.commands.doctor.model_cells import Cell, Trial, TrialResult, train_cell
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -36,10 +36,10 @@ def cells_of(model_type: str, folder: Path) -> dict[str, Cell]:
 
 def test_a_dense_model_is_right_wherever_it_has_the_layers(tmp_path) -> None:
     cells = cells_of("llama", tmp_path)
-    refused = {name for name, cell in cells.items() if cell.result is Result.REFUSED}
+    refused = {name for name, cell in cells.items() if cell.result is TrialResult.REFUSED}
     assert refused == {"training, EP 2, padded", "training, EP 2, packed"}
     assert "llama has no experts" in cells["training, EP 2, packed"].told
-    right = [cell for cell in cells.values() if cell.result is Result.RIGHT]
+    right = [cell for cell in cells.values() if cell.result is TrialResult.RIGHT]
     assert len(right) == len(cells) - 2
     assert all(cell.difference is not None and cell.difference < 1e-5 for cell in right)
 
@@ -47,20 +47,20 @@ def test_a_dense_model_is_right_wherever_it_has_the_layers(tmp_path) -> None:
 def test_a_model_that_mixes_packed_rows_is_refused_where_a_run_is(tmp_path) -> None:
     question = Question.of(folder_of("minimax", tmp_path), [])
     packed, padded = (train_cell(question.policy, question.model, Trial("", each)) for each in (True, False))
-    assert (packed.result, padded.result) == (Result.REFUSED, Result.RIGHT)
+    assert (packed.result, padded.result) == (TrialResult.REFUSED, TrialResult.RIGHT)
     assert "mixes packed sequences outside attention" in packed.told
 
 
 def test_a_leak_between_packed_sequences_is_found(tmp_path, monkeypatch) -> None:
     question = Question.of(folder_of("qwen3_next", tmp_path), [])
     trial = Trial("", packed=True)
-    assert train_cell(question.policy, question.model, trial).result is Result.RIGHT
+    assert train_cell(question.policy, question.model, trial).result is TrialResult.RIGHT
     for place in ("attention", "build"):
         monkeypatch.setattr(f"nemo_rl.models.dtensor.{place}.respect_borders", lambda hf: False)
-    assert train_cell(question.policy, question.model, trial).result is Result.REFUSED
+    assert train_cell(question.policy, question.model, trial).result is TrialResult.REFUSED
     monkeypatch.setattr("nemo_rl.models.dtensor.attention.verify_packing", lambda *_: None)
     leaking = train_cell(question.policy, question.model, trial)  # found by the numbers alone
-    assert leaking.result is Result.REFUSED
+    assert leaking.result is TrialResult.REFUSED
     assert "the loss differs by" in leaking.told
 
 
@@ -76,7 +76,7 @@ def test_a_wrong_conversion_to_megatron_is_found(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(small_copy, "_converted", halved)
     with small_copy.saved_small_copy(question.policy, question.model) as small:
         first = next(small.megatron_cells())
-    assert first.result is Result.FAILED
+    assert first.result is TrialResult.FAILED
     assert "the exported model.embed_tokens.weight differs" in first.told
 
 
@@ -86,19 +86,22 @@ def test_missing_gradients_of_routers_are_found(tmp_path, monkeypatch) -> None:
         right = next(small.megatron_cells())
         monkeypatch.setitem(small_copy._UNCLIPPED, "freeze_moe_router", True)
         wrong = next(small.megatron_cells())
-    assert (right.result, wrong.result) == (Result.RIGHT, Result.FAILED)
+    assert (right.result, wrong.result) == (TrialResult.RIGHT, TrialResult.FAILED)
     assert "the gradient's norm differs by" in wrong.told
 
 
 def test_the_command_prints_json_and_fails_with_a_failed_trial(tmp_path, monkeypatch, capsys) -> None:
-    cells = [Cell("training", "one rank, packed", Result.RIGHT, "float64", 1e-12, 0.5), Cell("hf", "", Result.REFUSED)]
+    cells = [
+        Cell("training", "one rank, packed", TrialResult.RIGHT, "float64", 1e-12, 0.5),
+        Cell("hf", "", TrialResult.REFUSED),
+    ]
     monkeypatch.setattr(Question, "cells", lambda self: iter(cells))
     given = ["doctor", "--model", folder_of("llama", tmp_path)]
     assert main([*given, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["model_type"], report["counts"]["right"]) == ("llama", 1)
     assert report["cells"][0]["difference"] == 1e-12
-    cells.append(Cell("vllm", "float32", Result.FAILED, "it crashed"))
+    cells.append(Cell("vllm", "float32", TrialResult.FAILED, "it crashed"))
     assert main(given) == 1
     assert "it crashed" in capsys.readouterr().out
 
@@ -124,9 +127,9 @@ def test_engines_are_compared_after_weight_updates(tmp_path, monkeypatch) -> Non
     question = Question.of(folder_of("llama", tmp_path), [])
     with small_copy.saved_small_copy(question.policy, question.model) as small:
         (right,) = small.engine_cells("hf", ["float32"])
-        assert right.result is Result.RIGHT, right
+        assert right.result is TrialResult.RIGHT, right
         assert right.difference is not None and 0 < right.difference < 1e-4
         monkeypatch.setattr(small_copy, "_ENGINE_TOLERANCES", {"float32": 1e-9})
         (wrong,) = small.engine_cells("hf", ["float32"])
-    assert wrong.result is Result.FAILED
+    assert wrong.result is TrialResult.FAILED
     assert "log-probabilities differ by" in wrong.told
