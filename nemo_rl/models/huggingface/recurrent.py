@@ -32,7 +32,7 @@ from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 _BORDERS = "cu_seq_lens_q"
-_MARK = "_nemo_rl_respects_borders"
+_MARK = "nemo_rl_respects_borders"
 _SHARE, _PADDING = 4, 64
 """A sequence joins a group if it is at most a quarter, or 64 tokens, shorter than the longest sequence of the group.
 Most functions compute chunks of 64 tokens."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm import _custom_ops
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -63,7 +64,7 @@ def _pairs(module: Any, layer: int, sent: SentTensors) -> Iterator[tuple[str, Te
     of_layer = {name: tensor for (number, name), tensor in sent.items() if number == layer}
     is_mamba = isinstance(module, MambaMixer2)
     for name in {"A_log", "D", "dt_bias"} & of_layer.keys():
-        own = of_layer[name].chunk(module.tp_size)[_rank(module)]
+        own = of_layer[name].chunk(module.tp_size)[get_tensor_model_parallel_rank()]
         if name == "A_log" and is_mamba:
             yield "A", module.A, -own.to(module.A).exp()
         else:
@@ -96,11 +97,5 @@ def _own_channels(module: Any, whole: Tensor) -> Tensor:
         divided = [True, *[of_groups == module.groups_ssm_state_size] * 2]
     else:
         sizes, divided = [module.key_dim, module.key_dim, module.value_dim], [True] * 3
-    blocks = zip(whole.split(sizes), divided, strict=True)
-    return torch.cat([block.chunk(module.tp_size)[_rank(module)] if cut else block for block, cut in blocks])
-
-
-def _rank(module: Any) -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return get_tensor_model_parallel_rank() if module.tp_size > 1 else 0
+    blocks, rank = zip(whole.split(sizes), divided, strict=True), get_tensor_model_parallel_rank()
+    return torch.cat([block.chunk(module.tp_size)[rank] if cut else block for block, cut in blocks])
