@@ -32,6 +32,16 @@ from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 _BORDERS = "cu_seq_lens_q"
+_STATE_SIZES = (
+    "ssm_state_size",
+    "mamba_d_state",
+    "state_size",
+    "linear_key_head_dim",
+    "linear_attn_config",
+    "conv_L_cache",
+    "lru_width",
+)
+"""Fields of configurations of models with recurrent layers."""
 _MARK = "nemo_rl_respects_borders"
 _SHARE, _PADDING = 4, 64
 """A sequence joins a group if it is at most a quarter, or 64 tokens, shorter than the longest sequence of the group.
@@ -168,6 +178,12 @@ def time_step_limits(config: PretrainedConfig) -> tuple[float, float]:
     """Return the smallest and the largest time step of a configuration's Mamba-2 layers."""
     smallest, largest = getattr(config.get_text_config(), "time_step_limit", None) or (0.0, math.inf)
     return float(smallest), float(largest)
+
+
+def has_states(config: PretrainedConfig) -> bool:
+    """Return whether a configuration has a size of layers that carry a state."""
+    text = config.get_text_config()
+    return any(getattr(text, size, None) is not None for size in _STATE_SIZES)
 
 
 def _is_of_transformers(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from nemo_rl.models.generation.factory import engine_precision
 from nemo_rl.models.generation.registry import vllm_arguments
 from nemo_rl.models.generation.vllm.speculation import check_speculation
 from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text
-from nemo_rl.models.huggingface.recurrent import time_step_limits
+from nemo_rl.models.huggingface.recurrent import has_states, time_step_limits
 from nemo_rl.models.huggingface.sizes import head_size, longest_context
 from nemo_rl.models.quantization import weight_quantization
 from nemo_rl.utils.errors import ConfigError
@@ -161,8 +161,6 @@ _MAMBA_1 = ("falcon_mamba", "jamba", "mamba")
 _GPU_KERNELS = ("inkling_text", "kimi_linear", "olmo_hybrid", "qwen4_exp_text")
 _DELTA = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 _MAMBA_2 = ("falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
-_WITH_STATES = (*_DELTA, *_MAMBA_2, "lfm2", "lfm2_moe")
-"""Architectures with recurrent layers that vLLM runs on CPUs."""
 _NORMS_OF_ALL = ("granitemoehybrid", "mamba2")
 """Architectures whose gated norm vLLM computes for each group of B and C, and transformers for all channels."""
 _CPU_DELTA_HEADS = (64, 128)
@@ -225,7 +223,7 @@ def _of_recurrent_layers_on_cpus(policy: PolicyConfig, model: Any) -> Iterator[s
             given = ", ".join(f"{key}={size}" for key, size in sizes.items())
             known = " or ".join(map(str, _CPU_DELTA_HEADS))
             yield f"{given}: vLLM's kernel for CPUs needs {known} for both. {otherwise}"
-    if kind in _WITH_STATES and vllm_arguments(policy).get("enable_prefix_caching"):
+    if has_states(model) and vllm_arguments(policy).get("enable_prefix_caching"):
         yield (
             "vLLM cannot share prompts on CPUs in a model with recurrent layers, because its kernels return no states "
             "within a prompt. Leave out policy.generation.vllm_cfg.enable_prefix_caching, or set it to false."

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.generation.factory import check_engine_model
+from nemo_rl.models.huggingface.recurrent import has_states
 from nemo_rl.utils.errors import ConfigError
 
 CPU, GPU = ClusterConfig.build(device="cpu"), ClusterConfig.build(device="cuda")
@@ -90,6 +91,16 @@ def test_models_that_vllm_computes_otherwise_are_refused(
     tmp_path: Path, model_type: str, fields: dict[str, Any], named: str, cluster: ClusterConfig
 ) -> None:
     refused(named, tmp_path, model_type, cluster=cluster, **fields)
+
+
+@pytest.mark.parametrize("model_type", [*RECURRENT, "recurrent_gemma"])
+def test_models_with_states_are_known(model_type: str) -> None:
+    assert has_states(AutoConfig.for_model(model_type, **SIZES | (RECURRENT | WITHOUT_CORES)[model_type]))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "deepseek_v3", "gemma3_text", "gpt_oss"])
+def test_models_of_attention_have_no_states(model_type: str) -> None:
+    assert not has_states(AutoConfig.for_model(model_type))
 
 
 def test_a_norm_after_the_gate_is_accepted(tmp_path: Path) -> None:
