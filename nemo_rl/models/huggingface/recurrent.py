@@ -169,9 +169,9 @@ def use_configured_time_steps(hf: PreTrainedModel) -> None:
     (https://github.com/huggingface/transformers/pull/48989).
     """
     limits = time_step_limits(hf.config)
-    for module in hf.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = limits
+    layers: list[Any] = [module for module in hf.modules() if hasattr(module, "time_step_limit")]
+    for layer in layers:
+        layer.time_step_limit = limits
 
 
 def time_step_limits(config: PretrainedConfig) -> tuple[float, float]:

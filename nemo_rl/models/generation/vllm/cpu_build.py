@@ -121,10 +121,12 @@ def compute_own_experts() -> None:
 def serve_experts_without_gate() -> None:
     """Let CPUs compute experts of two matrices with a squared ReLU between them (Nemotron-H), which vLLM refuses."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts  # as above
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # as above
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-    class ExpertsWithoutGate(CPUUnquantizedExperts):
+    gated: Any = cpu_moe.CPUUnquantizedExperts
+
+    class ExpertsWithoutGate(gated):
         _supports_no_act_and_mul = staticmethod(lambda: True)
         _supports_activation = staticmethod(lambda activation: activation is MoEActivation.RELU2_NO_MUL)
         is_supported_config = staticmethod(FusedMoEExperts.is_supported_config)

@@ -4,8 +4,8 @@ A request's state is computed by the weights of its time. After an update that r
 `clear_states` sets all states to 0, so that nothing of older weights or of freed memory can be read.
 
 vLLM converts and copies the weights of recurrent layers: it holds `A = -exp(A_log)`, divides the convolution in blocks,
-packs it for CPUs, and Mamba-2 keeps a second copy of it. A loader that skips one of these steps leaves old values
-behind without an error, and checksums of the received bytes do not show it. Therefore `note_sent` keeps the small
+packs it for CPUs, and Mamba-2 keeps a second copy of it. After a loader that skips one of these steps, old values
+remain without an error, and checksums of the received bytes do not show it. Therefore `note_sent` keeps the small
 tensors of an update, and `altered` compares them with what the layers compute with. Invariant: `altered` returns
 nothing if and only if the layers hold the rank's part of the tensors that were sent last.
 """
