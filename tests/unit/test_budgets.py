@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 92_300, "all": 116_900}
+LINES = {"core": 92_650, "all": 117_650}
 FILES = {"core": 522, "all": 680}
 FOLDERS = 87
 SHORT_FILES = 47
