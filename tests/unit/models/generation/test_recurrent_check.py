@@ -1,14 +1,16 @@
 """Models with recurrent layers that vLLM cannot run, or computes otherwise, are refused in the driver."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recurrent_models import RECURRENT, WITHOUT_CORES
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.generation.factory import check_engine_model
+from nemo_rl.models.generation.vllm.check import check_recurrent
 from nemo_rl.models.huggingface.recurrent import has_states
 from nemo_rl.utils.errors import ConfigError
 
@@ -17,19 +19,19 @@ SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_atten
 HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 
 
-def policy(folder: Path, model_type: str, backend: str = "vllm", **more: Any) -> PolicyConfig:
-    generation = {"backend": backend, "vllm_cfg": more.pop("vllm_cfg", {})}
-    precision = more.pop("precision", "bfloat16")
-    fields = SIZES | (RECURRENT | WITHOUT_CORES).get(model_type, {}) | more
-    AutoConfig.for_model(model_type, **fields).save_pretrained(folder)
-    return PolicyConfig.build(model_name=str(folder), precision=precision, generation=generation)
+def model(model_type: str, **fields: Any) -> PretrainedConfig:
+    return AutoConfig.for_model(model_type, **SIZES | (RECURRENT | WITHOUT_CORES).get(model_type, {}) | fields)
 
 
-def refused(named: str, *arguments: Any, cluster: ClusterConfig = CPU, **more: Any) -> None:
-    made = policy(*arguments, **more)
+@cache
+def policy(precision: str = "bfloat16", enable_prefix_caching: bool | None = None) -> PolicyConfig:
+    generation = {"backend": "vllm", "vllm_cfg": {"enable_prefix_caching": enable_prefix_caching}}
+    return PolicyConfig.build(model_name="model", precision=precision, generation=generation)
+
+
+def refused(named: str, config: PretrainedConfig, cluster: ClusterConfig = CPU, **settings: Any) -> None:
     with pytest.raises(ConfigError, match=named):
-        check_engine_model(made, cluster)
-    check_engine_model(policy(*arguments, backend="hf", **more), cluster)
+        check_recurrent(policy(**settings), cluster, config)
 
 
 @pytest.mark.parametrize(
@@ -47,19 +49,18 @@ def refused(named: str, *arguments: Any, cluster: ClusterConfig = CPU, **more: A
         ("lfm2_moe", {}),
     ],
 )
-def test_models_that_vllm_runs_on_cpus_are_accepted(tmp_path: Path, model_type: str, fields: dict[str, Any]) -> None:
-    check_engine_model(policy(tmp_path, model_type, **fields), CPU)
-    without = {"enable_prefix_caching": False}
-    check_engine_model(policy(tmp_path, model_type, vllm_cfg=without, **fields), CPU)
-    with_it = {"enable_prefix_caching": True}
-    refused("cannot share prompts on CPUs", tmp_path, model_type, vllm_cfg=with_it, **fields)
-    check_engine_model(policy(tmp_path, model_type, vllm_cfg=with_it, **fields), GPU)
+def test_models_that_vllm_runs_on_cpus_are_accepted(model_type: str, fields: dict[str, Any]) -> None:
+    config = model(model_type, **fields)
+    for prefix_caching in (None, False):
+        check_recurrent(policy(enable_prefix_caching=prefix_caching), CPU, config)
+    refused("cannot share prompts on CPUs", config, enable_prefix_caching=True)
+    check_recurrent(policy(enable_prefix_caching=True), GPU, config)
 
 
 @pytest.mark.parametrize("model_type", ["bamba", "zamba", "recurrent_gemma", "rwkv", "minimax", "zaya"])
 @pytest.mark.parametrize("cluster", [CPU, GPU], ids=["cpu", "gpu"])
-def test_models_without_a_class_are_refused_everywhere(tmp_path: Path, model_type: str, cluster: ClusterConfig) -> None:
-    refused(rf"\({model_type}\): vLLM 0\.32 has no class for it\. .*backend=hf", tmp_path, model_type, cluster=cluster)
+def test_models_without_a_class_are_refused_everywhere(model_type: str, cluster: ClusterConfig) -> None:
+    refused(rf"\({model_type}\): vLLM 0\.32 has no class for it\. .*backend=hf", model(model_type), cluster)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +73,9 @@ def test_models_without_a_class_are_refused_everywhere(tmp_path: Path, model_typ
         ("kimi_linear", "Triton kernels"),
     ],
 )
-def test_models_without_kernels_for_cpus_are_accepted_on_gpus(tmp_path: Path, model_type: str, lacking: str) -> None:
-    refused(f"{lacking} .*backend=hf, or use GPUs", tmp_path, model_type)
-    check_engine_model(policy(tmp_path, model_type), GPU)
+def test_models_without_kernels_for_cpus_are_accepted_on_gpus(model_type: str, lacking: str) -> None:
+    refused(f"{lacking} .*backend=hf, or use GPUs", model(model_type))
+    check_recurrent(policy(), GPU, model(model_type))
 
 
 @pytest.mark.parametrize("cluster", [CPU, GPU], ids=["cpu", "gpu"])
@@ -88,9 +89,9 @@ def test_models_without_kernels_for_cpus_are_accepted_on_gpus(tmp_path: Path, mo
     ],
 )
 def test_models_that_vllm_computes_otherwise_are_refused(
-    tmp_path: Path, model_type: str, fields: dict[str, Any], named: str, cluster: ClusterConfig
+    model_type: str, fields: dict[str, Any], named: str, cluster: ClusterConfig
 ) -> None:
-    refused(named, tmp_path, model_type, cluster=cluster, **fields)
+    refused(named, model(model_type, **fields), cluster)
 
 
 @pytest.mark.parametrize("model_type", [*RECURRENT, "recurrent_gemma"])
@@ -103,20 +104,27 @@ def test_models_of_attention_have_no_states(model_type: str) -> None:
     assert not has_states(AutoConfig.for_model(model_type))
 
 
-def test_a_norm_after_the_gate_is_accepted(tmp_path: Path) -> None:
-    check_engine_model(policy(tmp_path, "falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=False), CPU)
+def test_a_norm_after_the_gate_is_accepted() -> None:
+    check_recurrent(policy(), CPU, model("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=False))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
-def test_gated_delta_nets_on_cpus_need_bfloat16_and_known_heads(tmp_path: Path, model_type: str) -> None:
-    refused(
-        r"bfloat16 only, not in float32\. Set .*engine\.precision", tmp_path, model_type, precision="float32", **HEADS
-    )
-    refused("linear_key_head_dim=32, .* needs 64 or 128", tmp_path, model_type, **dict.fromkeys(HEADS, 32))
-    refused("needs 64 or 128 for both", tmp_path, model_type, **HEADS | {"linear_key_head_dim": 128})
-    check_engine_model(policy(tmp_path, model_type, precision="float32"), GPU)
+def test_gated_delta_nets_on_cpus_need_bfloat16_and_known_heads(model_type: str) -> None:
+    named = r"bfloat16 only, not in float32\. Set .*engine\.precision"
+    refused(named, model(model_type, **HEADS), precision="float32")
+    refused("linear_key_head_dim=32, .* needs 64 or 128", model(model_type, **dict.fromkeys(HEADS, 32)))
+    refused("needs 64 or 128 for both", model(model_type, **HEADS | {"linear_key_head_dim": 128}))
+    check_recurrent(policy(precision="float32"), GPU, model(model_type))
 
 
-def test_qwen3_5_without_torchvision_is_refused_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused("needs torchvision", tmp_path, "qwen3_5_text", **HEADS)
+def test_the_check_before_a_run_is_one_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3.5 also needs torchvision for text alone."""
+    for model_type, named in (("rwkv", "has no class"), ("qwen3_5_text", "needs torchvision")):
+        model(model_type, **HEADS).save_pretrained(tmp_path / model_type)
+        made = PolicyConfig.build(model_name=str(tmp_path / model_type), generation={"backend": "vllm"})
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=named):
+            check_engine_model(made, CPU)
+        monkeypatch.undo()
+        values = made.model_dump(exclude_unset=True) | {"generation": {"backend": "hf"}}
+        check_engine_model(PolicyConfig.build(**values), CPU)
