@@ -247,9 +247,14 @@ class WeightReceiver:
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
 
-    def finish(self, unbound: list[str]) -> SyncReceipt:
-        """Return the receipt of the stream. `unbound` has the names of engine parameters that received nothing."""
-        self._receipt.unbound = unbound
+    def finish(self, unbound: list[str], altered: Sequence[str] = ()) -> SyncReceipt:
+        """Return the receipt of the stream.
+
+        Args:
+            unbound: names of engine parameters that received nothing.
+            altered: names of engine parameters that hold other values than were received for them.
+        """
+        self._receipt.unbound, self._receipt.altered = unbound, list(altered)
         return self._receipt
 
     def close(self) -> None:

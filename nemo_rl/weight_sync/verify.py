@@ -38,6 +38,8 @@ class SyncReceipt:
     """Names of tensors whose fingerprint differs from the sender's."""
     unbound: list[str] = field(default_factory=list)
     """Names of engine parameters that got no received tensor."""
+    altered: list[str] = field(default_factory=list)
+    """Names of engine parameters that hold other values than were received for them."""
 
 
 def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:
@@ -105,7 +107,7 @@ def check_receipts(receipts: list[SyncReceipt], buckets: list[Bucket], version: 
 
     Raises:
         WeightSyncError: no engine answered, or a receipt has another version, another number of tensors or bytes,
-            tensors whose content differs, or parameters that received nothing.
+            tensors whose content differs, or parameters that received nothing or hold other values.
     """
     num_tensors = sum(len(bucket.slots) for bucket in buckets)
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
@@ -121,6 +123,8 @@ def check_receipts(receipts: list[SyncReceipt], buckets: list[Bucket], version: 
             problems.append(f"{receipt.receiver}: content differs in {_shorten(receipt.mismatched)}")
         if receipt.unbound:
             problems.append(f"{receipt.receiver}: nothing was loaded into {_shorten(receipt.unbound)}")
+        if receipt.altered:
+            problems.append(f"{receipt.receiver}: the engine holds other values in {_shorten(receipt.altered)}")
     if problems:
         raise WeightSyncError(
             f"Weight sync to version {version} failed; generation would run with wrong weights. " + "; ".join(problems)

@@ -26,6 +26,7 @@ from nemo_rl.models.generation.vllm.settings import engine_environment
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.parts import HeldWeights
 from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.verify import SyncReceipt
 
 ANSWER_TIMEOUT_S = 240.0
 STOP = "stop"
@@ -92,7 +93,14 @@ class EngineProcess:
     def sync(
         self, name: str, sender: WeightSender, spec: TransportSpec, weights: HeldWeights, version: int
     ) -> list[str]:
-        """Send weights to a worker in one weight sync; return the parameters of its engine that got no tensor."""
+        """Send weights to a worker in one weight sync; return parameters that got no tensor or hold other values."""
+        receipt = self.receipt(name, sender, spec, weights, version)
+        return receipt.unbound + receipt.altered
+
+    def receipt(
+        self, name: str, sender: WeightSender, spec: TransportSpec, weights: HeldWeights, version: int
+    ) -> SyncReceipt:
+        """Send weights to a worker in one weight sync, and return its receipt."""
         self.call(name, "begin_weight_update", spec, version)
         sender.begin(weights)
         is_last = False
@@ -100,8 +108,8 @@ class EngineProcess:
             bucket = sender.next_buckets()[0]
             self.call(name, "receive_bucket", bucket)
             is_last = bucket.is_last
-        unbound: list[str] = self.call(name, "finish_weight_update", version).unbound
-        return unbound
+        receipt: SyncReceipt = self.call(name, "finish_weight_update", version)
+        return receipt
 
     def look(self, name: str, at: Callable[..., Any], *args: Any) -> Any:
         """Return what a function or coroutine function of an importable module reports about a worker's engine."""

@@ -21,6 +21,7 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
 from nemo_rl.utils.errors import NemoRLError
 
 _SPREAD = 0.5
@@ -33,6 +34,7 @@ type Banned = Callable[[list[int]], Sequence[int]]
 def model_of(folder: str, seed: int) -> PreTrainedModel:
     """Load a checkpoint in float32, with each weight multiplied by a random factor near 1 if the seed is not 0."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    use_configured_time_steps(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters() if seed else ():

@@ -28,7 +28,7 @@ from nemo_rl.models.dtensor.pipeline.stages import try_division
 from nemo_rl.models.huggingface.layers import freeze_parts, hidden_states
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.probe_model import small_probe_model
-from nemo_rl.models.huggingface.recurrent import respect_borders
+from nemo_rl.models.huggingface.recurrent import respect_borders, use_configured_time_steps
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.utils.errors import ConfigError
 
@@ -97,6 +97,7 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
         )
     context = longest_sequence(config)
     fix_rotary_frequencies(hf, context)
+    use_configured_time_steps(hf)
     found = decide_on_rank0(lambda: try_out(small_probe_model(hf), context, config))
     return Built(adapted(hf, config, found, seed), lazy_weights, found.shares_prompts)
 

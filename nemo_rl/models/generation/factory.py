@@ -21,6 +21,7 @@ from nemo_rl.models.generation.responses import stop_token_ids
 from nemo_rl.models.generation.vllm.settings import kernel_variables
 from nemo_rl.models.generation.vllm.speculation import proposes_by_trained_layers
 from nemo_rl.models.huggingface.load import load_model_config, require_text_model, torch_dtype
+from nemo_rl.models.huggingface.recurrent import has_states
 from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.quantization import FP8, WeightQuantization, weight_quantization
 from nemo_rl.utils.errors import ConfigError
@@ -88,12 +89,15 @@ def sampled_never(policy: PolicyConfig) -> tuple[int, ...]:
 
 
 def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:
-    """Return the cache size for twice the concurrent sequences, so that none is evicted, up to 256 MiB."""
+    """Return the cache size for twice the concurrent sequences, so that none is evicted, up to 256 MiB.
+
+    Models with states get 256 MiB, because states may be larger than keys and values.
+    """
     sequences = engine_kind(generation.backend).cpu_sequences
     if sequences is None:
         return _CPU_KV_CACHE_BYTES
     model = load_model_config(policy.model_name, policy.hf_config_overrides)
-    if not hasattr(model.get_text_config(), "num_attention_heads"):
+    if not hasattr(model.get_text_config(), "num_attention_heads") or has_states(model):
         return _CPU_KV_CACHE_BYTES
     per_token = engine_memory(model, generation, torch_dtype(engine_precision(policy)).itemsize).cache_per_token
     blocks = -(-generation.engine.max_model_len // _CPU_BLOCK_TOKENS)

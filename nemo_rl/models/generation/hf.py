@@ -22,6 +22,7 @@ from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.load import auto_class, hold_in_float32, load_model_config
+from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, require_finite
 from nemo_rl.utils.errors import ConfigError, DataError, GenerationError
@@ -111,6 +112,7 @@ class HfEngine(BatchedEngine):
         )
         hold_in_float32(model, model.dtype)
         fix_rotary_frequencies(model, settings.max_model_len)
+        use_configured_time_steps(model)
         self._model = model.to(self._device).eval()
         require_finite(dict(model.named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
         super().__init__(settings, self._model.get_input_embeddings().weight.shape[0])

@@ -163,7 +163,11 @@ class GenerationWorker:
     async def finish_weight_update(self, version: int) -> SyncReceipt:
         """Activate the received weights and return a receipt."""
         assert self._receiver is not None, "begin_weight_update comes first"
-        return self._receiver.finish(await self._engine.finish_weight_update(version))
+        unbound = await self._engine.finish_weight_update(version)
+        altered: list[str] = []
+        if self._receiver.spec.verify:
+            altered = getattr(self._engine, "weights_not_as_sent", list)()
+        return self._receiver.finish(unbound, altered)
 
     async def weights_not_finite(self) -> list[str]:
         """Return the names of weights with NaN or infinity, or no names if the engine does not check them."""

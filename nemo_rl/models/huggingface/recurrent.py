@@ -13,6 +13,7 @@ the outputs that it gets in a row of its own, and rows that are not packed are c
 
 import functools
 import inspect
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +25,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 _BORDERS = "cu_seq_lens_q"
+_STATE_SIZES = (
+    "ssm_state_size",
+    "mamba_d_state",
+    "state_size",
+    "linear_key_head_dim",
+    "linear_attn_config",
+    "conv_L_cache",
+    "lru_width",
+)
+"""Fields of configurations of models with recurrent layers."""
 _MARK = "nemo_rl_respects_borders"
 _SHARE, _PADDING = 4, 64
 """A sequence joins a group if it is at most a quarter, or 64 tokens, shorter than the longest sequence of the group.
@@ -147,6 +159,31 @@ def respect_borders(hf: PreTrainedModel) -> bool:
         for layer in decoder_layers(hf):
             layer.register_forward_pre_hook(_enter_layer, with_kwargs=True)
     return True
+
+
+def use_configured_time_steps(hf: PreTrainedModel) -> None:
+    """Limit the time steps of Mamba-2 layers to the range of the configuration, as engines do, in place.
+
+    transformers' layers of Nemotron-H and Zamba2 raise time steps to at least `time_step_min`, which only describes
+    initial values. The published code of these models, Megatron Core and vLLM do not
+    (https://github.com/huggingface/transformers/pull/48989).
+    """
+    limits = time_step_limits(hf.config)
+    layers: list[Any] = [module for module in hf.modules() if hasattr(module, "time_step_limit")]
+    for layer in layers:
+        layer.time_step_limit = limits
+
+
+def time_step_limits(config: PretrainedConfig) -> tuple[float, float]:
+    """Return the smallest and the largest time step of a configuration's Mamba-2 layers."""
+    smallest, largest = getattr(config.get_text_config(), "time_step_limit", None) or (0.0, math.inf)
+    return float(smallest), float(largest)
+
+
+def has_states(config: PretrainedConfig) -> bool:
+    """Return whether a configuration has a size of layers that carry a state."""
+    text = config.get_text_config()
+    return any(getattr(text, size, None) is not None for size in _STATE_SIZES)
 
 
 def _is_of_transformers(module: nn.Module) -> bool:

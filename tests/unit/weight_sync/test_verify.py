@@ -169,6 +169,7 @@ def test_a_matching_receipt_passes():
         ({"mismatched": ["layer.0.w"]}, "engine 1: content differs in layer.0.w"),
         ({"unbound": ["head.weight", "x"]}, "engine 1: nothing was loaded into head.weight, x"),
         ({"unbound": [f"p{i}" for i in range(20)]}, "p7 and 12 more"),
+        ({"altered": ["layers.0.mixer.A"]}, "engine 1: the engine holds other values in layers.0.mixer.A"),
     ],
 )
 def test_every_receipt_that_differs_stops_the_run(change, sentence):

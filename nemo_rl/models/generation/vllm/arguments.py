@@ -203,7 +203,7 @@ def _hf_overrides(settings: EngineSettings) -> Any:
     if not isinstance(own, Mapping):  # it may be a function
         return own
     model = load_model_config(settings.model_name, settings.hf_overrides)
-    ours = _routing(model) | _head(settings, model, own)
+    ours = _routing(model) | _convolution(model) | _head(settings, model, own)
     values = ours | settings.hf_overrides | _float8(settings, model) | dict(own)
     speculation = speculation_of(settings.engine_kwargs)
     if speculation is not None and speculation.method == "mtp":
@@ -250,6 +250,13 @@ def _routing(model: PretrainedConfig) -> dict[str, str]:
     if model.model_type != "deepseek_v3":
         return {}
     return {key: value for key, value in _DEEPSEEK_V3_ROUTING.items() if getattr(model, key, None) is None}
+
+
+def _convolution(model: PretrainedConfig) -> dict[str, int]:
+    """Give vLLM the channels of LFM2's short convolutions, which a `config.json` written by transformers lacks."""
+    if model.model_type != "lfm2":
+        return {}
+    return {key: model.hidden_size for key in ("conv_dim", "block_dim") if getattr(model, key, None) is None}
 
 
 def sampling_params(

@@ -5,12 +5,17 @@ The division is checked with the arithmetic of vLLM's layers. Sources:
 `vllm.model_executor.layers.linear` (key-value heads are divided, or copied), `vllm.distributed.utils.divide` (all other
 sizes). Vocabularies are padded, so every size works.
 
+Recurrent layers are checked against what vLLM has classes and kernels for, and against the cases in which it computes
+another function than transformers. Sources: `vllm.model_executor.models.registry`, `layers.mamba` (`mamba_mixer2`,
+`gdn`, `ops.cpu`) below `vllm.model_executor`, and `MambaModelConfig` of `vllm.model_executor.models.config`.
+
 For float8 weights, matrices that vLLM joins (query, key and value; gate and up) or divides over ranks must end at the
 boundary of a block. Source: `validate_fp8_block_shape` of `vllm.model_executor.layers.quantization.utils.fp8_utils`.
 For a float8 key-value cache, `CPU_ATTN` and `CPU_MLA` of `vllm.v1.attention.backends` say what CPUs support.
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,9 +23,11 @@ from typing import Any
 import torch
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
+from nemo_rl.models.generation.factory import engine_precision
 from nemo_rl.models.generation.registry import vllm_arguments
 from nemo_rl.models.generation.vllm.speculation import check_speculation
 from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text
+from nemo_rl.models.huggingface.recurrent import has_states, time_step_limits
 from nemo_rl.models.huggingface.sizes import head_size, longest_context
 from nemo_rl.models.quantization import weight_quantization
 from nemo_rl.utils.errors import ConfigError
@@ -115,23 +122,25 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     Raises:
         ConfigError: The model cannot be divided over the ranks of an engine, its context is shorter than the engine's,
             or float8 or speculative decoding is not possible as configured. On a CPU, it is also raised if vLLM does
-            not support the head size, a package for images is missing, or latent attention (such as DeepSeek-V3's) has
-            plain rotary embeddings.
+            not support the head size or the recurrent layers, a package for images is missing, or latent attention
+            (such as DeepSeek-V3's) has plain rotary embeddings.
     """
     whole = load_model_config(policy.model_name, policy.hf_config_overrides)
     model = whole.get_text_config()
     check_engine_shape(model, policy.sampling)
     check_float8(policy, cluster, model)
+    check_recurrent(policy, cluster, model)
     _check_context(model, policy.sampling.engine.max_model_len)
     check_speculation(policy, cluster, model)
     if cluster.uses_gpu:
         if policy.router_replay.enabled:
             _check_router_replay(policy)
         return
-    if reads_more_than_text(whole) and importlib.util.find_spec("torchvision") is None:
+    reads_images = reads_more_than_text(whole) or model.model_type.startswith("qwen3_5")
+    if reads_images and importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
-            f"policy.model_name={policy.model_name!r} reads more than text. vLLM needs torchvision for its image "
-            "processor, also if it gets text alone. Set policy.generation.backend=hf, or install torchvision."
+            f"policy.model_name={policy.model_name!r}: vLLM's class for {whole.model_type} reads images and needs "
+            "torchvision, also if it gets text alone. Set policy.generation.backend=hf, or install torchvision."
         )
     rope = getattr(model, "rope_parameters", None) or {}
     has_heads = getattr(model, "num_attention_heads", None)
@@ -144,6 +153,80 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     if lacks is not None:
         raise ConfigError(
             f"policy.model_name={policy.model_name!r} has {lacks}. Set policy.generation.backend=hf, or use GPUs."
+        )
+
+
+_WITHOUT_CLASS = ("bamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zaya")
+_MAMBA_1 = ("falcon_mamba", "jamba", "mamba")
+_GPU_KERNELS = ("inkling_text", "kimi_linear", "olmo_hybrid", "qwen4_exp_text")
+_DELTA = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_MAMBA_2 = ("falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
+_NORMS_OF_ALL = ("granitemoehybrid", "mamba2")
+"""Architectures whose gated norm vLLM computes for each group of B and C, and transformers for all channels."""
+_CPU_DELTA_HEADS = (64, 128)
+"""Head sizes of gated delta nets on CPUs, equal for keys and values."""
+
+
+def check_recurrent(policy: PolicyConfig, cluster: ClusterConfig, model: Any) -> None:
+    """Refuse a model with recurrent layers that vLLM cannot run, or computes otherwise than the trainer.
+
+    Args:
+        model: Hugging Face configuration of the text model.
+
+    Raises:
+        ConfigError: The message says what is missing.
+    """
+    problems = list(_of_recurrent_layers(model))
+    if not cluster.uses_gpu:
+        problems += _of_recurrent_layers_on_cpus(policy, model)
+    if problems:
+        name = f"policy.model_name={policy.model_name!r} ({model.model_type})"
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+
+
+def _of_recurrent_layers(model: Any) -> Iterator[str]:
+    """Yield what vLLM does not compute on any device."""
+    kind, otherwise = model.model_type, "Set policy.generation.backend=hf."
+    if kind in _WITHOUT_CLASS:
+        yield f"vLLM 0.32 has no class for it. {otherwise}"
+    groups = getattr(model, "mamba_n_groups" if kind == "granitemoehybrid" else "n_groups", None) or 1
+    if kind in _NORMS_OF_ALL and groups > 1:
+        yield (
+            f"it has {groups} groups of B and C. vLLM norms each group, and transformers all channels, so that engine "
+            f"and trainer would disagree. {otherwise}"
+        )
+    if kind == "falcon_h1" and model.mamba_rms_norm and model.mamba_norm_before_gate:
+        yield (
+            "vLLM norms after the gate, and the model before it (mamba_norm_before_gate=true), so that engine and "
+            f"trainer would disagree. {otherwise}"
+        )
+    if kind in _MAMBA_2 and time_step_limits(model) != (0.0, math.inf):
+        yield f"vLLM ignores time_step_limit={list(time_step_limits(model))}. {otherwise}"
+
+
+def _of_recurrent_layers_on_cpus(policy: PolicyConfig, model: Any) -> Iterator[str]:
+    """Yield what vLLM does not compute on CPUs."""
+    kind, otherwise = model.model_type, "Set policy.generation.backend=hf, or use GPUs."
+    if kind in _MAMBA_1:
+        yield f"vLLM has no kernel for CPUs for its selective scan (Mamba-1). {otherwise}"
+    if kind in _GPU_KERNELS:
+        yield f"vLLM has Triton kernels for its recurrent layers, and none for CPUs. {otherwise}"
+    if kind in _DELTA:
+        precision = engine_precision(policy)
+        if precision != "bfloat16":
+            yield (
+                f"vLLM computes gated delta nets on CPUs in bfloat16 only, not in {precision}. Set "
+                "policy.generation.engine.precision=bfloat16, or policy.generation.backend=hf."
+            )
+        sizes = {key: getattr(model, key) for key in ("linear_key_head_dim", "linear_value_head_dim")}
+        if len(set(sizes.values())) > 1 or not set(sizes.values()) <= set(_CPU_DELTA_HEADS):
+            given = ", ".join(f"{key}={size}" for key, size in sizes.items())
+            known = " or ".join(map(str, _CPU_DELTA_HEADS))
+            yield f"{given}: vLLM's kernel for CPUs needs {known} for both. {otherwise}"
+    if has_states(model) and vllm_arguments(policy).get("enable_prefix_caching"):
+        yield (
+            "vLLM cannot share prompts on CPUs in a model with recurrent layers, because its kernels return no states "
+            "within a prompt. Leave out policy.generation.vllm_cfg.enable_prefix_caching, or set it to false."
         )
 
 

@@ -1,4 +1,4 @@
-"""Repair and complete vLLM's CPU build: speculative decoding, expert parallelism and float8 inputs.
+"""Repair and complete vLLM's CPU build: speculative decoding, experts and float8 inputs.
 
 `repair_speculation` repairs four errors of speculative decoding. Without Triton, C++ functions replace vLLM's kernels.
 
@@ -21,6 +21,8 @@ kernel ids among all experts of a layer, but only the weights of this rank's exp
 between replicas. Invariant: the sum of the results of a stage's ranks equals the result of one rank with all experts,
 and the result of a token does not depend on other tokens.
 
+`serve_experts_without_gate` adds experts without a gate, which the kernel of the CPU build does not compute.
+
 `round_activations` rounds the inputs of vLLM's linear layers to float8, which vLLM's kernels do not do on CPUs. On GPUs
 the kernels quantize the inputs of float8 products in blocks of 1 x 128 values (DeepSeek-V3). Experts are computed in
 one kernel, so their inputs are not rounded. These functions run inside vLLM's worker.
@@ -32,6 +34,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.linear import LinearBase
 
 from nemo_rl.models.quantization import BlockFormat, WeightQuantization, rounded
@@ -111,6 +116,63 @@ def compute_own_experts() -> None:
             arguments["output"].mul_(is_own)
 
     experts.apply = of_own
+
+
+def serve_experts_without_gate() -> None:
+    """Let CPUs compute experts of two matrices with a squared ReLU between them (Nemotron-H), which vLLM refuses."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # as above
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    gated: Any = cpu_moe.CPUUnquantizedExperts
+
+    class ExpertsWithoutGate(gated):
+        _supports_no_act_and_mul = staticmethod(lambda: True)
+        _supports_activation = staticmethod(lambda activation: activation is MoEActivation.RELU2_NO_MUL)
+        is_supported_config = staticmethod(FusedMoEExperts.is_supported_config)
+        process_weights_after_loading = _leave_unpacked
+        apply = _compute_without_gate
+
+    config: Any = FusedMoEConfig
+    choice: Any = unquantized
+    check, kernels = config.__post_init__, choice.backend_to_kernel_cls
+    if check.__module__ == __name__:
+        return
+
+    def complete_unless_gated(moe: Any) -> None:
+        try:
+            check(moe)  # it refuses missing gates at its end, when everything is set
+        except NotImplementedError:
+            if moe.is_act_and_mul:
+                raise
+
+    def kernels_and_own(backend: Any) -> list[Any]:
+        found: list[Any] = kernels(backend)
+        return [*found, ExpertsWithoutGate] if backend is unquantized.UnquantizedMoeBackend.CPU else found
+
+    config.__post_init__ = complete_unless_gated
+    choice.backend_to_kernel_cls = kernels_and_own
+
+
+def _leave_unpacked(self: Any, layer: nn.Module) -> None:
+    """Keep the weights of a layer as they were loaded, `[E, inner, outer]` and `[E, outer, inner]`."""
+
+
+def _compute_without_gate(self: Any, **arguments: Any) -> None:
+    """Add the outputs of each token's experts (`CPUUnquantizedExperts.apply`). The sum is in float32."""
+    inputs, ids, weights = arguments["hidden_states"], arguments["topk_ids"].long(), arguments["topk_weights"].float()
+    if arguments["expert_map"] is not None:
+        ids = arguments["expert_map"].long()[ids]  # -1: expert of another rank
+    if arguments["apply_router_weight_on_input"]:
+        weights = torch.ones_like(weights)
+    total = torch.zeros_like(arguments["output"], dtype=torch.float32)
+    for expert in ids[ids >= 0].unique().tolist():
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        up_bias, down_bias = (None if bias is None else bias[expert] for bias in (self.w1_bias, self.w2_bias))
+        inner = functional.linear(inputs[rows], arguments["w1"][expert], up_bias).relu().square()
+        outputs = functional.linear(inner, arguments["w2"][expert], down_bias)
+        total.index_add_(0, rows, outputs.float() * weights[rows, places, None])
+    arguments["output"].copy_(total)
 
 
 def exchange_tokens() -> None:

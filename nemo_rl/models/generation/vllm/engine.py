@@ -37,7 +37,11 @@ from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params, warn_of_weights_only
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
-from nemo_rl.models.generation.vllm.cpu_build import repair_speculation, round_activations
+from nemo_rl.models.generation.vllm.cpu_build import (
+    repair_speculation,
+    round_activations,
+    serve_experts_without_gate,
+)
 from nemo_rl.models.generation.vllm.drafting import (
     SpeculationWatch,
     described,
@@ -48,7 +52,9 @@ from nemo_rl.models.generation.vllm.drafting import (
 from nemo_rl.models.generation.vllm.experts import ExpertReports, with_experts
 from nemo_rl.models.generation.vllm.grammars import REFUSED, ResponseScoring, is_scored, of_tokens, reading
 from nemo_rl.models.generation.vllm.prompts import prompt_of
+from nemo_rl.models.generation.vllm.recurrent import clear_states
 from nemo_rl.models.generation.vllm.running_model import (
+    altered_weights,
     begin_reload,
     finish_reload,
     load_tensors,
@@ -104,8 +110,9 @@ class VllmEngine(SteppedEngine):
         if settings.device == "cpu":
             if is_on("model_inspection", settings.optimizations):
                 inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
-            _choose_attention(arguments)
+            _fit_to_cpu(arguments)
             repair_speculation()
+            serve_experts_without_gate()
         if hasattr(os, "memfd_create"):
             # # Without this, vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file
@@ -325,11 +332,20 @@ class VllmEngine(SteppedEngine):
             self._num_updates += 1
             if self._recomputes_cache:
                 self._engine.reset_prefix_cache(reset_running_requests=True)
+                self._engine.collective_rpc(clear_states)
             if self._never:  # features of images are kept by the image's hash alone
                 self._engine.reset_encoder_cache()
             for request_id in self._scoring.drawn:  # all tokens are scored by one version
                 self._engine.abort_request([self._vllm_ids[request_id]], internal=True)
                 self._read(request_id)
+        return self._of_workers(of_ranks)
+
+    def weights_not_as_sent(self) -> list[str]:
+        """Return vLLM's names of weights that differ from what the last update sent (`recurrent`)."""
+        return self._of_workers(self._engine.collective_rpc(altered_weights))
+
+    def _of_workers(self, of_ranks: list[list[str]]) -> list[str]:
+        """Return the names of all ranks' weights, with the number of the worker unless it is 0."""
         named = [(name, place) for place, names in enumerate(of_ranks, start=self._place) for name in names]
         return [f"{name} of worker {place}" if place else name for name, place in named]
 
@@ -371,6 +387,7 @@ class VllmEngine(SteppedEngine):
         """Allocate memory again."""
         if self._can_sleep and self._engine.is_sleeping():
             self._engine.wake_up()
+            self._engine.collective_rpc(clear_states)
 
 
 def _finished_batch(core: Any) -> tuple[Any, bool]:
@@ -403,15 +420,19 @@ _TOKENS_PER_BLOCK = 32
 are shorter than vLLM's default block of 128 tokens, so each of their samples would compute the prompt again."""
 
 
-def _choose_attention(arguments: EngineArgs) -> None:
-    """Choose the size of blocks, and for latent attention the kernel.
+def _fit_to_cpu(arguments: EngineArgs) -> None:
+    """Choose the size of blocks, and for latent attention the kernel. Recurrent layers share no prompts.
 
     The kernel supports float32 and weight updates. With AMX, vLLM would choose a kernel for bfloat16 only. vLLM chooses
     the kernel of the layers that propose tokens separately. Latent attention, and models with other layers than
-    attention, keep vLLM's block size.
+    attention, keep vLLM's block size. Kernels for CPUs return no states within a prompt, so prompts with recurrent
+    states cannot be shared.
     """
     model = arguments.create_model_config()
     kernel, is_latent = AttentionBackendEnum.CPU_MLA, model.use_mla
+    if arguments.enable_prefix_caching is None and model.is_hybrid:
+        logger.info("The model has recurrent layers: on CPUs, each sample computes its prompt (no prefix caching).")
+        arguments.enable_prefix_caching = False
     if arguments.block_size is None and not is_latent and not model.is_hybrid:
         arguments.block_size = _TOKENS_PER_BLOCK
     if is_latent:

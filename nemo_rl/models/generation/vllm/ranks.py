@@ -41,7 +41,12 @@ from nemo_rl.models.generation.ranks import (
     open_link,
     open_links,
 )
-from nemo_rl.models.generation.vllm.cpu_build import compute_own_experts, exchange_tokens, repair_speculation
+from nemo_rl.models.generation.vllm.cpu_build import (
+    compute_own_experts,
+    exchange_tokens,
+    repair_speculation,
+    serve_experts_without_gate,
+)
 from nemo_rl.models.generation.vllm.drafting import keep_own_heads
 from nemo_rl.models.generation.vllm.running_model import load_tensors, record_reads, take_reads
 from nemo_rl.weight_sync.parts import BlocksByName
@@ -79,6 +84,7 @@ def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
     keep_own_heads()
     if current_platform.is_cpu():
         repair_speculation()
+        serve_experts_without_gate()
     if current_platform.is_cpu() and parallel.enable_expert_parallel:
         compute_own_experts()
     if current_platform.is_cpu() and parallel.data_parallel_size > 1:

@@ -31,6 +31,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
 from nemo_rl.models.generation.vllm.drafting import OwnModules, is_for, load_into_draft, trained_draft
+from nemo_rl.models.generation.vllm.recurrent import SentTensors, altered, note_sent
 from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, listed, not_finite
 from nemo_rl.utils.errors import NonFiniteError
@@ -69,6 +70,7 @@ def begin_reload(worker: Any) -> None:
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
     worker.unbound = {name for name, _ in model.named_parameters()}
+    worker.sent_to_recurrent_layers = SentTensors()
 
 
 def tied_heads(model: torch.nn.Module) -> set[str]:
@@ -101,6 +103,7 @@ def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
     if runner.model_config.hf_text_config.model_type == "gpt_oss":
         given = one_by_one(given)
     given, draft = list(given), trained_draft(worker)
+    note_sent(worker.sent_to_recurrent_layers, given)
     of_draft = [] if draft is None else [each for each in given if is_for(draft, each[0])]
     own = [each for each in given if draft is None or not is_for(draft, each[0])]
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config), recorder or nullcontext():
@@ -167,6 +170,11 @@ def finish_reload(worker: Any) -> list[str]:
             if isinstance(module, MambaMixer2):
                 _renew_convolution(module)
     return sorted(unbound)
+
+
+def altered_weights(worker: Any) -> list[str]:
+    """Return names of weights that differ from what the last update sent. Only recurrent layers are compared."""
+    return altered(worker.model_runner.get_model(), worker.sent_to_recurrent_layers)
 
 
 def _renew_convolution(mixer: MambaMixer2) -> None:

@@ -13,13 +13,13 @@ import torch
 from engine_process import EngineProcess
 from generation_helpers import PROMPTS, ask, make_settings, mixture_config, reference_logprobs, save_model, spread_out
 from policy_helpers import policy_config, process_group
+from rounded_models import in_bfloat16
 from routed_models import experts_of
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm_looks import router_biases
 
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.models.huggingface.load import hold_in_float32
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
@@ -100,18 +100,6 @@ def recurrent(arch: str, seed: int) -> PreTrainedModel:
             else:
                 parameter.add_(0.1 * noise)
     return model.eval()
-
-
-def in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
-    """Round a float32 model as transformers does, and keep what has to stay; buffers stay too."""
-    kept = {name: each.detach().clone() for name, each in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    hold_in_float32(model, torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if parameter.dtype is torch.float32:
-            parameter.data = kept[name]
-    return model
 
 
 def trained_here(
