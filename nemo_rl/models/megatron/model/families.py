@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from nemo_rl.models.huggingface.recurrent import time_step_limits
 from nemo_rl.models.megatron.model.family import (
     Family,
     Hybrid,
@@ -312,8 +313,8 @@ class NemotronH(Family):
 
     @override
     def hybrid(self, hf_config: PretrainedConfig) -> Hybrid:
-        step = hf_config.time_step_min
-        return Hybrid(tuple(hf_config.layers_block_type), hf_config.conv_kernel, hf_config.chunk_size, step)
+        steps = time_step_limits(hf_config)
+        return Hybrid(tuple(hf_config.layers_block_type), hf_config.conv_kernel, hf_config.chunk_size, steps)
 
     def _check(self, hf: PretrainedConfig) -> None:
         require(hf, "mlp_hidden_act", hf.mlp_hidden_act == "relu2", "the MLP squares a ReLU")

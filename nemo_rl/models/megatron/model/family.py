@@ -46,8 +46,8 @@ class Hybrid:
     """Number of tokens of the convolution."""
     chunk: int
     """Number of tokens that the scan computes together."""
-    smallest_step: float
-    """Lower limit of the time steps."""
+    steps: tuple[float, float]
+    """Smallest and largest time step."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def mamba_spec(hybrid: Hybrid, engine: bool) -> ModuleSpec:
         engine: whether its linear layers are those of Transformer Engine.
     """
     linear = (TEColumnParallelLinear, TERowParallelLinear) if engine else (ColumnParallelLinear, RowParallelLinear)
-    sizes = {"d_conv": hybrid.window, "chunk_size": hybrid.chunk, "smallest_step": hybrid.smallest_step}
+    sizes = {"d_conv": hybrid.window, "chunk_size": hybrid.chunk, "steps": hybrid.steps}
     return ModuleSpec(PortableMamba, params=sizes, submodules=MambaMixerSubmodules(*linear))
 
 
@@ -55,7 +55,7 @@ class PortableMamba(MambaMixer):
     Args:
         config: sizes of heads, groups and states.
         submodules: classes of the linear layers.
-        smallest_step: lower limit of the time steps.
+        steps: smallest and largest time step.
         **sizes: `d_conv` and `chunk_size`.
     """
 
@@ -66,7 +66,7 @@ class PortableMamba(MambaMixer):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
         *,
-        smallest_step: float,
+        steps: tuple[float, float],
         cp_comm_type: str | None = None,
         **sizes: Any,
     ) -> None:
@@ -80,7 +80,7 @@ class PortableMamba(MambaMixer):
                 **sizes,
             )
         self.norm.eps = config.layernorm_epsilon
-        self._limits = (smallest_step, float("inf"))
+        self._limits = steps
 
     def forward(
         self,
@@ -139,7 +139,7 @@ class PortableMamba(MambaMixer):
             return found
         groups = None if packed is None else _groups_of(_bounds(packed))
         rows = [projected] if groups is None else groups.batches(projected, 1)
-        outputs = [split_conv1d_scan(row, weights, num_groups, self.chunk_size, self._limits[0]) for row in rows]
+        outputs = [split_conv1d_scan(row, weights, num_groups, self.chunk_size, self._limits) for row in rows]
         return outputs[0] if groups is None else groups.row(outputs, 1)
 
 
@@ -219,7 +219,7 @@ class ScanWeights:
 
 
 def split_conv1d_scan(
-    projected: Tensor, weights: ScanWeights, num_groups: int, chunk_size: int, smallest_step: float
+    projected: Tensor, weights: ScanWeights, num_groups: int, chunk_size: int, steps: tuple[float, float]
 ) -> Tensor:
     """Compute the convolution, the scan and the gate of a Mamba-2 block, in float32 except for the convolution.
 
@@ -227,7 +227,7 @@ def split_conv1d_scan(
         projected: `[b, T, z | x | B | C | dt]`.
         num_groups: number of groups of heads with common B and C.
         chunk_size: number of tokens that are computed together.
-        smallest_step: lower limit of the time steps.
+        steps: smallest and largest time step.
 
     Returns:
         `[b, T, H * P]`, in the dtype of `projected`.
@@ -242,7 +242,7 @@ def split_conv1d_scan(
     x, B, C = mixed.split([inner, (channels - inner) // 2, (channels - inner) // 2], dim=-1)
     x = x.unflatten(-1, (num_groups, heads // num_groups, -1))
     B, C = (each.unflatten(-1, (num_groups, -1)) for each in (B, C))
-    step = F.softplus(dt.float() + weights.dt_bias).clamp(min=smallest_step)
+    step = F.softplus(dt.float() + weights.dt_bias).clamp(*steps)
     step, A, D = (each.unflatten(-1, (num_groups, -1)) for each in (step, weights.A, weights.D.float()))
     scanned = chunked_scan(x, step, A, B, C, chunk_size) + x * D[..., None]
     return (scanned.flatten(2) * F.silu(z.float())).to(projected.dtype)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
+from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
+
 VOCAB = 64
 _COMMON = {
     "vocab_size": VOCAB,
@@ -151,6 +153,7 @@ def hf_model(
     kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     values |= {"num_labels": 1, "tie_word_embeddings": False} if scores else {}
     made = kind.from_config(hf_config(name, **values), dtype=dtype, attn_implementation="eager")
+    use_configured_time_steps(made)
     gen = torch.Generator().manual_seed(seed)
     # Gemma's norms multiply by 1 + weight. Around 2 they make attention so sharp that rounding alone,
     # also in transformers' own float32, exceeds 1e-5.
