@@ -18,14 +18,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.huggingface.layers import body
+from nemo_rl.models.huggingface.mixers import Part, find_mixers
 from nemo_rl.models.huggingface.probe_model import CANNOT_BE_MADE
 from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
-type How = Literal["column", "row", "vocabulary"]
+type How = Literal["column", "row", "sum", "norm", "vocabulary"]
 """`column` divides the outputs of a linear layer (or a parameter with one value per head), `row` divides its inputs,
-and `vocabulary` divides the rows of an embedding or of the output head."""
+and `vocabulary` divides the rows of an embedding or of the output head. `sum` is `row` for a layer inside a block whose
+outputs all ranks need there, and `norm` is `column` for a norm over channels that the ranks divide."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ class Style:
     """Numbers of outputs of the layers that a fused `column` layer combines. Empty for a single layer."""
     dim: int | None = None
     """Dimension to divide, for a parameter that is not a linear layer's weight (experts `[E, in, out]`)."""
+    heads: tuple[Part, ...] = ()
+    """Parts like `parts`, of which ranks take whole heads (`huggingface.mixers`)."""
+    groups: int = 1
+    """Number of groups of channels that a `norm` normalizes separately."""
+
+    @property
+    def fused(self) -> tuple[Part, ...]:
+        """Return the parts from which a rank selects rows, or an empty tuple if its rows are next to each other."""
+        parts = self.heads or tuple(Part(size, size) for size in self.parts)
+        return () if len(parts) == 1 and not parts[0].shared else parts
 
 
 type Plan = Mapping[str, Style]
@@ -67,6 +79,8 @@ _DOWN = ("down_proj", "w2", "fc2", "c_proj", "output_linear", "dense_4h_to_h", "
 """Names that architectures give to the last linear layer of a feed-forward layer."""
 _MLA = {"q_proj": COLUMN, "q_b_proj": COLUMN, "kv_b_proj": COLUMN, "o_proj": ROW}
 _ATTENTION = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW}
+_NORM = Style("norm")
+_GATED_MLP = {"gate_proj": COLUMN, "up_proj": COLUMN, "down_proj": ROW}
 
 
 def _deepseek(config: Any) -> dict[str, Style]:
@@ -97,10 +111,47 @@ def _llama4(config: Any) -> dict[str, Style]:
     }
 
 
+def _normed_attention(config: Any) -> dict[str, Style]:
+    """Divide attention whose queries and keys are normalized over all heads (OLMo)."""
+    styles = _ATTENTION | {"q_norm": _NORM, "k_norm": _NORM}
+    return {f"layers.*.self_attn.{name}": style for name, style in styles.items()}
+
+
+def _attention_and(block: str, styles: Mapping[str, Style], **attention: Style) -> Callable[[Any], dict[str, Style]]:
+    """Return a function for a model with usual attention and one other kind of block."""
+    found = {f"layers.*.self_attn.{name}": style for name, style in {**_ATTENTION, **attention}.items()}
+    found |= {f"layers.*.{block}.{name}": style for name, style in styles.items()}
+    return lambda config: found
+
+
+def _granite_hybrid(config: Any) -> dict[str, Style]:
+    width = config.shared_intermediate_size
+    mlp = {"input_linear": Style("column", (width, width)), "output_linear": ROW}
+    return _attention_and("shared_mlp", mlp)(config)
+
+
+def _nemotron_h(config: Any) -> dict[str, Style]:
+    """Divide each kind of layer. A layer has one block, whose name is that of all kinds."""
+    styles = _ATTENTION | {"up_proj": COLUMN, "down_proj": ROW}
+    return {f"layers.*.mixer.{name}": style for name, style in styles.items()}
+
+
 OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
+    "bamba": _attention_and("feed_forward", _GATED_MLP),
     "deepseek_v3": _deepseek,
+    "falcon_h1": _attention_and("feed_forward", _GATED_MLP),
+    "flex_olmo": _normed_attention,
     "gpt_oss": _gpt_oss,
+    "granitemoehybrid": _granite_hybrid,
+    "jamba": _attention_and("feed_forward", _GATED_MLP),
+    "lfm2": _attention_and("feed_forward", {"w1": COLUMN, "w3": COLUMN, "w2": ROW}, out_proj=ROW),
+    "lfm2_moe": _attention_and("feed_forward", {"w1": COLUMN, "w3": COLUMN, "w2": ROW}, out_proj=ROW),
     "llama4_text": _llama4,
+    "nemotron_h": _nemotron_h,
+    "olmo2": _normed_attention,
+    "olmo3": _normed_attention,
+    "olmo_hybrid": _normed_attention,
+    "olmoe": _normed_attention,
     "phi3": _phi3,
 }
 """Functions by `model_type` that return additions to the model's own plan. Names are relative to the decoder body."""
@@ -128,7 +179,10 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     prefix = f"{next(name for name, module in hf.named_modules() if module is body(hf))}."
     own = OWN.get(hf.config.get_text_config().model_type)
     added = {prefix + name: style for name, style in own(hf.config.get_text_config()).items()} if own else {}
-    brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added}
+    added |= _recurrent(hf)
+    # # A pipeline stage may lack a kind of layer.
+    present = {_pattern(name) for name, _ in (*hf.named_modules(), *hf.named_parameters())}
+    brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added and name in present}
     plan = _read(brought, type(hf).__name__) | added
     if not any(style.how == "row" for style in plan.values()):
         raise ConfigError(
@@ -137,6 +191,24 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
             "from names such as 'model.layers.*.self_attn.q_proj' to 'colwise' or 'rowwise'."
         )
     return plan | _vocabulary(hf)
+
+
+def _recurrent(hf: PreTrainedModel) -> dict[str, Style]:
+    """Return styles that divide the recurrent layers by their heads."""
+    found: dict[str, Style] = {}
+    for name, mixer in find_mixers(hf).items():
+        styles = {
+            child: Style("column", heads=parts, dim=mixer.axes.get(child)) for child, parts in mixer.columns.items()
+        }
+        styles |= {child: Style("norm", groups=groups) for child, groups in mixer.norms.items()}
+        styles |= {**dict.fromkeys(mixer.sums, Style("sum")), mixer.out: ROW}
+        found |= {f"{_pattern(name)}.{child}": style for child, style in styles.items()}
+    return found
+
+
+def _pattern(name: str) -> str:
+    """Return a name with `*` for layer numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, *, scores: bool = False) -> Plan:
@@ -202,7 +274,7 @@ def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
 
 def style_of(name: str, plan: Plan) -> Style | None:
     """Return the style of a module or parameter name, or None if the plan does not contain it."""
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+    return plan.get(_pattern(name))
 
 
 def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
