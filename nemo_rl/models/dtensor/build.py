@@ -124,7 +124,7 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
     """
     set_attention(hf, found.attention)
     set_outputs_of_layers(hf, found.layer_outputs)
-    if config.sequence_packing.enabled:
+    if config.sequence_packing.enabled or config.dtensor_cfg.context_parallel_size > 1:
         respect_borders(hf)
     freeze_parts(hf, config)
     if config.reward_model_cfg.enabled:

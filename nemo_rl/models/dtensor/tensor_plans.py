@@ -211,24 +211,23 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, *, scores: bool = False) -> Plan:
-    """Return the plan of a model, which is made on the meta device (one second for 70B parameters).
+def made_without_weights(config: PretrainedConfig, *, scores: bool = False) -> PreTrainedModel:
+    """Make a model on the meta device (one second for 70B parameters).
 
     Args:
-        custom: argument of `plan_for`.
         scores: whether the model has a scalar head.
 
     Raises:
-        ConfigError: there is no plan, or transformers cannot make a model from the configuration.
+        ConfigError: transformers cannot make a model from the configuration.
     """
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = kind.from_config(config)
+            model: PreTrainedModel = kind.from_config(config)
     except (*CANNOT_BE_MADE, KeyError, IndexError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{kind.__name__} cannot make a model of the type {config.model_type}: {said}") from error
-    return plan_for(model, custom)
+    return model
 
 
 def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collection[str]) -> dict[str, Style]:

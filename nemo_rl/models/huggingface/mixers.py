@@ -9,6 +9,7 @@ Sources: Mamba (arXiv:2312.00752), Mamba-2 (arXiv:2405.21060, section 8), gated 
 classes of transformers.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,11 @@ from typing import Any
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.utils.errors import ConfigError
+
+_KEY = "policy.dtensor_cfg"
+_CONVOLUTIONS = ("conv1d", "conv")
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,38 @@ def find_mixers(hf: PreTrainedModel) -> dict[str, Mixer]:
     """Return the recurrent layers of a model by name. Only shapes are read, so weights may be on the meta device."""
     found = ((name, mixer_of(module)) for name, module in hf.named_modules())
     return {name: mixer for name, mixer in found if mixer is not None}
+
+
+def require_whole_heads(hf: PreTrainedModel, tensor: int, context: int) -> None:
+    """Check that ranks can divide the heads of all recurrent layers of a model.
+
+    Args:
+        hf: the whole model, with or without weights.
+        tensor: number of tensor-parallel ranks, which divide heads and groups of heads.
+        context: number of context-parallel ranks, which divide the heads that are left on a tensor-parallel rank.
+
+    Raises:
+        ConfigError: the ranks cannot divide them.
+    """
+    for name, mixer in find_mixers(hf).items():
+        parts = {part: column for column, each in mixer.columns.items() for part in each}
+        for part, column in parts.items():
+            if not part.divides(tensor):
+                fitting = max(size for size in range(1, tensor) if all(each.divides(size) for each in parts))
+                raise ConfigError(
+                    f"{_KEY}.tensor_parallel_size={tensor} does not divide the {part.heads} heads or groups of "
+                    f"{name}.{column} of {type(hf).__name__}: {part.heads} / {tensor} = {part.heads / tensor:g}. "
+                    f"The largest smaller size that does: {fitting}."
+                )
+        convolved = sum(part.own(tensor) for name in _CONVOLUTIONS for part in mixer.columns.get(name, ()))
+        heads = math.gcd(mixer.heads // tensor, convolved)
+        if heads % context:
+            fitting = max(size for size in range(1, context) if heads % size == 0)
+            raise ConfigError(
+                f"{_KEY}.context_parallel_size={context} does not divide the {mixer.heads // tensor} heads and "
+                f"{convolved} convolved channels of a rank in {name} of {type(hf).__name__}. The largest smaller size "
+                f"that does: {fitting}."
+            )
 
 
 def mixer_of(module: nn.Module) -> Mixer | None:

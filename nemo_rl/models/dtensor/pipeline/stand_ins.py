@@ -37,6 +37,7 @@ class PassThrough(nn.Module):
         return made
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states `[b, T, D]`, in the form in which a layer returns them."""
         if self._outputs is None:
             return hidden_states
         return (hidden_states, *[None] * (self._outputs - 1))
@@ -59,6 +60,7 @@ class Through(nn.Module):
             return getattr(self.__dict__["_layer"][0], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer with the hidden states `[b, T, D]` that have arrived, if any, or with those of the body."""
         given = hidden_states if self.arrived is None else self.arrived
         output = self._layer[0](given, *args, **kwargs)
         self.left = first_tensor(output)
