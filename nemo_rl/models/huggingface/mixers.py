@@ -45,14 +45,15 @@ class Part:
 
 
 type Parts = tuple[Part, ...]
+type Sizes = Mapping[str, Callable[[int], int]]
 
 
 @dataclass(frozen=True)
 class Mixer:
     """The weights of a recurrent layer, by names relative to it."""
 
-    heads: int
-    """Number of heads of the scan, or of channels of a convolution without a scan."""
+    scanned: Part
+    """Heads of one call of the scan, or channels of a convolution without a scan."""
     columns: Mapping[str, Parts]
     """Linear layers, convolutions and parameters whose outputs or rows belong to heads: the parts of their rows."""
     out: str
@@ -63,7 +64,7 @@ class Mixer:
     """Norms over channels: number of groups of channels that are normalized separately."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """Axis of the heads in parameters where it is not the first one."""
-    sizes: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=dict)
     """Attributes of the layer, or of one of its modules, that count channels or heads: function from the number of
     ranks to the value on each of them. Not every class has all of them."""
 
@@ -96,11 +97,12 @@ def require_whole_heads(hf: PreTrainedModel, tensor: int, context: int) -> None:
                     f"The largest smaller size that does: {fitting}."
                 )
         convolved = sum(part.own(tensor) for name in _CONVOLUTIONS for part in mixer.columns.get(name, ()))
-        heads = math.gcd(mixer.heads // tensor, convolved)
-        if heads % context:
-            fitting = max(size for size in range(1, context) if heads % size == 0)
+        scanned = mixer.scanned.own(tensor)
+        common = math.gcd(scanned, convolved)
+        if common % context:
+            fitting = max(size for size in range(1, context) if common % size == 0)
             raise ConfigError(
-                f"{_KEY}.context_parallel_size={context} does not divide the {mixer.heads // tensor} heads and "
+                f"{_KEY}.context_parallel_size={context} does not divide the {scanned} heads and "
                 f"{convolved} convolved channels of a rank in {name} of {type(hf).__name__}. The largest smaller size "
                 f"that does: {fitting}."
             )
@@ -134,7 +136,7 @@ def _delta_net(mixer: Any) -> Mixer:
         **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj", "A_log", "dt_bias"), (heads,)),
         "conv1d": channels,
     }
-    sizes = {
+    sizes: Sizes = {
         "num_v_heads": heads.own,
         "num_k_heads": key_heads.own,
         "key_dim": keys.own,
@@ -142,7 +144,7 @@ def _delta_net(mixer: Any) -> Mixer:
         "conv_dim": partial(_own, channels),
     }
     columns = {name: parts for name, parts in known.items() if hasattr(mixer, name)}
-    return Mixer(mixer.num_v_heads, columns, "out_proj" if hasattr(mixer, "out_proj") else "o_proj", sizes=sizes)
+    return Mixer(heads, columns, "out_proj" if hasattr(mixer, "out_proj") else "o_proj", sizes=sizes)
 
 
 def _kimi_delta(mixer: Any) -> Mixer:
@@ -154,8 +156,8 @@ def _kimi_delta(mixer: Any) -> Mixer:
         **dict.fromkeys(("b_proj", "forget_gate.A_log"), (heads,)),
         "conv1d": (channels,) * 3,
     }
-    sizes = {"num_heads": heads.own, "qkv_dim": channels.own, "conv_dim": partial(_own, (channels,) * 3)}
-    return Mixer(mixer.num_heads, columns, "o_proj", axes={"forget_gate.A_log": 2}, sizes=sizes)
+    sizes: Sizes = {"num_heads": heads.own, "qkv_dim": channels.own, "conv_dim": partial(_own, (channels,) * 3)}
+    return Mixer(heads, columns, "o_proj", axes={"forget_gate.A_log": 2}, sizes=sizes)
 
 
 def _mamba_2(mixer: Any) -> Mixer:
@@ -169,7 +171,7 @@ def _mamba_2(mixer: Any) -> Mixer:
         **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
     }
     groups = Part(mixer.n_groups, mixer.n_groups, shared=True)
-    sizes: dict[str, Callable[[int], int]] = {
+    sizes: Sizes = {
         "num_heads": heads.own,
         "n_groups": groups.own,
         "intermediate_size": channels.own,
@@ -180,7 +182,7 @@ def _mamba_2(mixer: Any) -> Mixer:
     }
     has_norm = next(mixer.norm.parameters(), None) is not None
     norms = {"norm": _groups_of_norm(mixer.norm, mixer.intermediate_size)} if has_norm else {}
-    return Mixer(mixer.num_heads, columns, "out_proj", norms=norms, sizes=sizes)
+    return Mixer(heads, columns, "out_proj", norms=norms, sizes=sizes)
 
 
 def _groups_of_norm(norm: Any, channels: int) -> int:
@@ -195,14 +197,26 @@ def _mamba_1(mixer: Any) -> Mixer:
         "in_proj": (channels, channels),
         **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), (channels,)),
     }
-    sizes = {"intermediate_size": channels.own}
-    return Mixer(mixer.intermediate_size, columns, "out_proj", sums=("x_proj",), sizes=sizes)
+    sizes: Sizes = {"intermediate_size": channels.own}
+    return Mixer(channels, columns, "out_proj", sums=("x_proj",), sizes=sizes)
+
+
+def _mamba_1_of_heads(mixer: Any) -> Mixer:
+    """Describe Zamba's Mamba, whose heads have their own dt, B and C and are scanned one after another."""
+    channels, heads = (Part(size, mixer.n_mamba_heads) for size in (mixer.intermediate_size, mixer.n_mamba_heads))
+    columns: dict[str, Parts] = {
+        "in_proj": (Part(2 * mixer.intermediate_size, mixer.n_mamba_heads),),
+        "conv1d": (channels,),
+        **dict.fromkeys(("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"), (heads,)),
+    }
+    sizes: Sizes = {"intermediate_size": channels.own, "n_mamba_heads": heads.own}
+    return Mixer(Part(mixer.mamba_head_dim, 1, shared=True), columns, "out_proj", sizes=sizes)
 
 
 def _short_convolution(mixer: Any) -> Mixer:
     """Describe a short convolution with two gates (LFM2)."""
     channels = Part(mixer.out_proj.in_features, mixer.out_proj.in_features)
-    return Mixer(channels.heads, {"in_proj": (channels,) * 3, "conv": (channels,)}, "out_proj")
+    return Mixer(channels, {"in_proj": (channels,) * 3, "conv": (channels,)}, "out_proj")
 
 
 _KINDS: tuple[tuple[set[str], Callable[[nn.Module], Mixer]], ...] = (
@@ -211,6 +225,7 @@ _KINDS: tuple[tuple[set[str], Callable[[nn.Module], Mixer]], ...] = (
     ({"in_proj_qkv", "in_proj_z", "conv1d", "A_log", "out_proj"}, _delta_net),
     ({"q_proj", "a_proj", "g_proj", "conv1d", "A_log", "o_proj"}, _delta_net),
     ({"in_proj", "x_proj", "dt_proj", "conv1d", "A_log", "D", "out_proj"}, _mamba_1),
+    ({"in_proj", "x_proj_weight", "dt_proj_weight", "conv1d", "A_log", "D", "out_proj"}, _mamba_1_of_heads),
     ({"in_proj", "conv1d", "norm", "A_log", "D", "dt_bias", "out_proj"}, _mamba_2),
     ({"in_proj", "conv", "out_proj"}, _short_convolution),
 )

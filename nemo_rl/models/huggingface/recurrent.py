@@ -243,14 +243,15 @@ def _by_sequence(core: Callable[..., Any], spec: Core) -> Callable[..., Any]:
         if groups is None and exchange is None:
             return core(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
+        heads = spec.heads
         if exchange is not None:
-            if spec.heads is None:
+            if heads is None:
                 return None
-            _take_own_heads(exchange, spec, bound.arguments)
+            _take_own_heads(exchange, spec, heads, bound.arguments)
         output = core(*bound.args, **bound.kwargs) if groups is None else _in_groups(core, spec, groups, bound)
         hidden, *state = output if isinstance(output, tuple) else (output,)
-        if exchange is not None:
-            hidden = exchange.to_tokens(hidden, spec.axis, spec.heads)
+        if exchange is not None and heads is not None:
+            hidden = exchange.to_tokens(hidden, spec.axis, heads)
         return (hidden, None) if state else hidden  # training does not use the last state
 
     setattr(by_sequence, _MARK, True)
@@ -275,12 +276,11 @@ def _in_groups(core: Callable[..., Any], spec: Core, groups: SequenceGroups, bou
     return groups.row(outputs, axis)
 
 
-def _take_own_heads(exchange: RowExchange, spec: Core, given: dict[str, Any]) -> None:
+def _take_own_heads(exchange: RowExchange, spec: Core, heads: int, given: dict[str, Any]) -> None:
     """Replace the arguments of a function by those of the whole row for this rank's heads, in place.
 
     Groups of heads that share an input (B and C of Mamba-2) are repeated if ranks do not divide their number.
     """
-    assert spec.heads is not None
     for name in spec.inputs:
         each = given.get(name)
         if not isinstance(each, Tensor):
@@ -288,11 +288,11 @@ def _take_own_heads(exchange: RowExchange, spec: Core, given: dict[str, Any]) ->
         if name in spec.of_all_heads:
             given[name] = exchange.gathered(each, spec.axis)
             continue
-        groups = each.shape[spec.heads]
+        groups = each.shape[heads]
         copies = lcm(groups, exchange.ranks) // groups
         if copies > 1:
-            each = each.repeat_interleave(copies, spec.heads)
-        given[name] = exchange.to_heads(each, spec.axis, spec.heads)
+            each = each.repeat_interleave(copies, heads)
+        given[name] = exchange.to_heads(each, spec.axis, heads)
     for name in spec.per_head:
         if isinstance(given.get(name), Tensor):
             given[name] = exchange.own_heads(given[name])
