@@ -39,7 +39,8 @@ from nemo_rl.distributed.ranks.placements import as_sharded, computing_with
 from nemo_rl.models.dtensor.expert_parallel import divide_tokens
 from nemo_rl.models.dtensor.tensor_plans import Plan, Style, shared_experts, style_of
 from nemo_rl.models.huggingface.layers import body, decoder_layers
-from nemo_rl.models.huggingface.mixers import Mixer, Part, find_mixers, set_own_sizes
+from nemo_rl.models.huggingface.mixers import Mixer, Part, find_mixers, is_used_by_weight, set_own_sizes
+from nemo_rl.models.huggingface.recurrent import compute_unfused
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -123,6 +124,8 @@ def divide_layers(
     recurrent = {name: mixer for name, mixer in find_mixers(hf).items() if f"{name}.{mixer.out}" in styles}
     blocks = _blocks(hf, [*styles, *(() if dispatched else experts)], recurrent)
     _refuse_strays(hf, styles, blocks)
+    if recurrent:
+        compute_unfused(hf)
     styles |= shared_experts(hf, blocks, [*styles, *experts])
     mixers = _mixers(hf, [*blocks, *token_blocks]) if tensor.sequence_parallel else []
     divided = _Divided(hf)
@@ -341,7 +344,7 @@ def _divide_module(
     if style is not None and style.how == "sum":
         module.forward = partial(_run_and_sum, module.forward, tensor.group)
     module.forward = partial(_run_locally, module.forward, module, views)
-    if _is_used_by_weight(name, module):
+    if is_used_by_weight(name, module):
         owner.forward = partial(_run_locally, owner.forward, module, views)
 
 
@@ -391,14 +394,6 @@ def _require_divisible(name: str, parameter: Tensor, placement: Placement, style
                 f"{name} has {size} heads, outputs or inputs to divide, which is not a multiple of "
                 f"policy.dtensor_cfg.tensor_parallel_size={ranks}."
             )
-
-
-def _is_used_by_weight(name: str, module: nn.Module) -> bool:
-    """Return whether the layer above a module computes with the module's weight instead of calling the module.
-
-    These are the convolutions of recurrent layers, and the projection of Mamba's time steps.
-    """
-    return isinstance(module, nn.Conv1d) or name.endswith(".dt_proj")
 
 
 def _divide_lookup(embedding: nn.Embedding, tensor: TensorParallel) -> None:

@@ -232,6 +232,14 @@ _KINDS: tuple[tuple[set[str], Callable[[nn.Module], Mixer]], ...] = (
 """Names of parts of a mixer -> function that describes it."""
 
 
+def is_used_by_weight(name: str, module: nn.Module) -> bool:
+    """Return whether the layer above a module computes with the module's weight instead of calling the module.
+
+    These are the convolutions of recurrent layers, and the projection of Mamba's time steps.
+    """
+    return isinstance(module, nn.Conv1d) or name.endswith(".dt_proj")
+
+
 def set_own_sizes(module: nn.Module, mixer: Mixer, ranks: int) -> None:
     """Set the attributes of a recurrent layer that count channels or heads to those of one of `ranks` ranks."""
     for name, own in mixer.sizes.items():

@@ -177,8 +177,7 @@ def respect_borders(hf: PreTrainedModel) -> bool:
     Returns:
         Whether the model has layers that carry a state.
     """
-    files = {sys.modules[type(module).__module__] for module in hf.modules() if _is_of_transformers(module)}
-    wrapped = [_wrap(file) for file in files]
+    wrapped = [_wrap(file) for file in _files(hf)]
     if not any(wrapped):
         return False
     if not hasattr(hf, _MARK):
@@ -189,6 +188,26 @@ def respect_borders(hf: PreTrainedModel) -> bool:
         for layer in decoder_layers(hf):
             layer.register_forward_pre_hook(_enter_layer, with_kwargs=True)
     return True
+
+
+def compute_unfused(hf: PreTrainedModel) -> None:
+    """Make recurrent layers call their projections, norms and cores one by one, in place.
+
+    With CUDA packages, one function computes a whole layer from the weights of its modules. It would ignore adapters,
+    and norms over channels that ranks divide.
+    """
+    for file in _files(hf):
+        for name, spec in CORES.items():
+            if spec.heads is None and hasattr(file, name):
+                setattr(file, name, _without_fused)
+
+
+def _without_fused(*args: Any, **kwargs: Any) -> None:
+    """Return None, after which a layer calls its parts (transformers does this without the CUDA packages)."""
+
+
+def _files(hf: PreTrainedModel) -> set[ModuleType]:
+    return {sys.modules[type(module).__module__] for module in hf.modules() if _is_of_transformers(module)}
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
