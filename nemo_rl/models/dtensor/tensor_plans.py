@@ -130,6 +130,11 @@ def _granite_hybrid(config: Any) -> dict[str, Style]:
     return _attention_and("shared_mlp", mlp)(config)
 
 
+def _glm(config: Any) -> dict[str, Style]:
+    width = config.intermediate_size
+    return _attention_and("mlp", {"gate_up_proj": Style("column", (width, width)), "down_proj": ROW})(config)
+
+
 def _nemotron_h(config: Any) -> dict[str, Style]:
     """Divide each kind of layer. A layer has one block, whose name is that of all kinds."""
     styles = _ATTENTION | {"up_proj": COLUMN, "down_proj": ROW}
@@ -141,12 +146,15 @@ OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
     "deepseek_v3": _deepseek,
     "falcon_h1": _attention_and("feed_forward", _GATED_MLP),
     "flex_olmo": _normed_attention,
+    "glm": _glm,
+    "glm4": _glm,
     "gpt_oss": _gpt_oss,
     "granitemoehybrid": _granite_hybrid,
     "jamba": _attention_and("feed_forward", _GATED_MLP),
     "lfm2": _attention_and("feed_forward", {"w1": COLUMN, "w3": COLUMN, "w2": ROW}, out_proj=ROW),
     "lfm2_moe": _attention_and("feed_forward", {"w1": COLUMN, "w3": COLUMN, "w2": ROW}, out_proj=ROW),
     "llama4_text": _llama4,
+    "minimax_m2": _normed_attention,
     "nemotron_h": _nemotron_h,
     "olmo2": _normed_attention,
     "olmo3": _normed_attention,
