@@ -1,6 +1,6 @@
 """Find the plan by which tensor-parallel ranks divide the parameters of an architecture.
 
-A plan maps names of modules or parameters, with `*` for layer numbers, to a `Style`. It comes from the user
+A plan maps names of modules or parameters, usually with `*` for layer numbers, to a `Style`. It comes from the user
 (`policy.dtensor_cfg.custom_parallel_plan`), or from the model's own `tp_plan` and the additions in `OWN`. A style in
 `tp_plan` only defines which dimension to divide. `tensor_parallel` decides where to communicate. Experts are not in a
 plan, because `expert_parallel` finds them. Most plans of transformers leave out shared experts, which `shared_experts`
@@ -151,6 +151,7 @@ OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
     "gpt_oss": _gpt_oss,
     "granitemoehybrid": _granite_hybrid,
     "jamba": _attention_and("feed_forward", _GATED_MLP),
+    "kimi_linear": _deepseek,
     "lfm2": _attention_and("feed_forward", {"w1": COLUMN, "w3": COLUMN, "w2": ROW}, out_proj=ROW),
     "lfm2_moe": _attention_and("feed_forward", {"w1": COLUMN, "w3": COLUMN, "w2": ROW}, out_proj=ROW),
     "llama4_text": _llama4,
@@ -188,8 +189,9 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     own = OWN.get(hf.config.get_text_config().model_type)
     added = {prefix + name: style for name, style in own(hf.config.get_text_config()).items()} if own else {}
     added |= _recurrent(hf)
-    # # A pipeline stage may lack a kind of layer.
-    present = {_pattern(name) for name, _ in (*hf.named_modules(), *hf.named_parameters())}
+    # # A pipeline stage may lack a kind of layer, and recurrent layers have styles of their own.
+    names = [name for name, _ in (*hf.named_modules(), *hf.named_parameters())]
+    present = {_pattern(name) for name in names if not name.startswith(tuple(f"{each}." for each in find_mixers(hf)))}
     brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added and name in present}
     plan = _read(brought, type(hf).__name__) | added
     if not any(style.how == "row" for style in plan.values()):
@@ -202,7 +204,10 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
 
 
 def _recurrent(hf: PreTrainedModel) -> dict[str, Style]:
-    """Return styles that divide the recurrent layers by their heads."""
+    """Return styles that divide the recurrent layers by their heads.
+
+    Names have layer numbers, because other layers may have modules of the same names.
+    """
     found: dict[str, Style] = {}
     for name, mixer in find_mixers(hf).items():
         styles = {
@@ -210,7 +215,7 @@ def _recurrent(hf: PreTrainedModel) -> dict[str, Style]:
         }
         styles |= {child: Style("norm", groups=groups) for child, groups in mixer.norms.items()}
         styles |= {**dict.fromkeys(mixer.sums, Style("sum")), mixer.out: ROW}
-        found |= {f"{_pattern(name)}.{child}": style for child, style in styles.items()}
+        found |= {f"{name}.{child}": style for child, style in styles.items()}
     return found
 
 
@@ -281,7 +286,7 @@ def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
 
 def style_of(name: str, plan: Plan) -> Style | None:
     """Return the style of a module or parameter name, or None if the plan does not contain it."""
-    return plan.get(_pattern(name))
+    return plan.get(name, plan.get(_pattern(name)))
 
 
 def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
