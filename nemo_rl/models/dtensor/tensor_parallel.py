@@ -39,7 +39,7 @@ from nemo_rl.distributed.ranks.placements import as_sharded, computing_with
 from nemo_rl.models.dtensor.expert_parallel import divide_tokens
 from nemo_rl.models.dtensor.tensor_plans import Plan, Style, shared_experts, style_of
 from nemo_rl.models.huggingface.layers import body, decoder_layers
-from nemo_rl.models.huggingface.mixers import Mixer, Part, find_mixers, is_used_by_weight, set_own_sizes
+from nemo_rl.models.huggingface.mixers import HeadPart, Mixer, find_mixers, is_used_by_weight, set_own_sizes
 from nemo_rl.models.huggingface.recurrent import compute_unfused
 from nemo_rl.utils.errors import ConfigError
 
@@ -135,8 +135,10 @@ def divide_layers(
             continue
         # # With sequence parallelism, all modules of the body outside of blocks get parts of rows. The head does not.
         of_part = _within(name, [*blocks, *token_blocks]) or (tensor.sequence_parallel and _within(name, [body_name]))
-        owner = hf.get_submodule(name.rpartition(".")[0])
-        _divide_module(name, module, owner, styles, tensor, divided, partial_gradient=of_part)
+        views = _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
+        if views and is_used_by_weight(name, module):
+            owner: Any = hf.get_submodule(name.rpartition(".")[0])
+            owner.forward = partial(_run_locally, owner.forward, module, views)
     for name in blocks:
         block: Any = hf.get_submodule(name)
         fused = any(style.fused for below, style in styles.items() if _within(below, [name]))
@@ -321,14 +323,13 @@ def _refuse_strays(hf: PreTrainedModel, styles: Mapping[str, Style], blocks: lis
 def _divide_module(
     name: str,
     module: nn.Module,
-    owner: nn.Module,
     styles: Mapping[str, Style],
     tensor: TensorParallel,
     divided: _Divided,
     *,
     partial_gradient: bool,
-) -> None:
-    """Replace a module's own parameters with DTensors, and make the module use their local parts."""
+) -> dict[str, _Local]:
+    """Replace a module's own parameters with DTensors. Make the module use their local parts, and return these."""
     views: dict[str, _Local] = {}
     style = styles.get(name)
     for parameter_name, parameter in list(module.named_parameters(recurse=False)):
@@ -338,14 +339,13 @@ def _divide_module(
         module._parameters[parameter_name] = divided.of(parameter, placement, tensor.mesh)
         views[parameter_name] = _view(own, parameter_name, placement, tensor.mesh, partial_gradient)
     if not views:
-        return
+        return views
     if style is not None and style.how == "norm" and style.groups % tensor.mesh.size():
         module.forward = partial(_run_with_means, module.forward, tensor, style.groups)
     if style is not None and style.how == "sum":
         module.forward = partial(_run_and_sum, module.forward, tensor.group)
     module.forward = partial(_run_locally, module.forward, module, views)
-    if is_used_by_weight(name, module):
-        owner.forward = partial(_run_locally, owner.forward, module, views)
+    return views
 
 
 def _placement(style: Style | None, parameter_name: str) -> Placement:
@@ -370,7 +370,7 @@ def _view(
     return _Local(gradient, zero=adds_once and mesh.get_local_rank() > 0)
 
 
-def _own_rows(parts: tuple[Part, ...], mesh: DeviceMesh) -> Tensor:
+def _own_rows(parts: tuple[HeadPart, ...], mesh: DeviceMesh) -> Tensor:
     """Return the indices of a fused layer's rows for this rank's heads or features, part by part.
 
     The indices are on the mesh's device, so that a forward pass need not copy them.

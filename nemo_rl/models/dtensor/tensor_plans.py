@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.huggingface.layers import body
-from nemo_rl.models.huggingface.mixers import Part, find_mixers
+from nemo_rl.models.huggingface.mixers import HeadPart, find_mixers
 from nemo_rl.models.huggingface.probe_model import CANNOT_BE_MADE
 from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
@@ -40,15 +40,15 @@ class Style:
     """Numbers of outputs of the layers that a fused `column` layer combines. Empty for a single layer."""
     dim: int | None = None
     """Dimension to divide, for a parameter that is not a linear layer's weight (experts `[E, in, out]`)."""
-    heads: tuple[Part, ...] = ()
+    heads: tuple[HeadPart, ...] = ()
     """Parts like `parts`, of which ranks take whole heads (`huggingface.mixers`)."""
     groups: int = 1
     """Number of groups of channels that a `norm` normalizes separately."""
 
     @property
-    def fused(self) -> tuple[Part, ...]:
+    def fused(self) -> tuple[HeadPart, ...]:
         """Return the parts from which a rank selects rows, or an empty tuple if its rows are next to each other."""
-        parts = self.heads or tuple(Part(size, size) for size in self.parts)
+        parts = self.heads or tuple(HeadPart(size, size) for size in self.parts)
         return () if len(parts) == 1 and not parts[0].shared else parts
 
 

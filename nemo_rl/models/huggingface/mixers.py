@@ -25,7 +25,7 @@ _CONVOLUTIONS = ("conv1d", "conv")
 
 
 @dataclass(frozen=True)
-class Part:
+class HeadPart:
     """Channels, or numbers of heads, that belong to heads in equal and consecutive shares."""
 
     size: int
@@ -44,7 +44,7 @@ class Part:
         return self.heads % ranks == 0 or (self.shared and ranks % self.heads == 0)
 
 
-type Parts = tuple[Part, ...]
+type Parts = tuple[HeadPart, ...]
 type Sizes = Mapping[str, Callable[[int], int]]
 
 
@@ -52,7 +52,7 @@ type Sizes = Mapping[str, Callable[[int], int]]
 class Mixer:
     """The weights of a recurrent layer, by names relative to it."""
 
-    scanned: Part
+    scanned: HeadPart
     """Heads of one call of the scan, or channels of a convolution without a scan."""
     columns: Mapping[str, Parts]
     """Linear layers, convolutions and parameters whose outputs or rows belong to heads: the parts of their rows."""
@@ -120,16 +120,16 @@ def _own(parts: Parts, ranks: int) -> int:
 
 def _delta_net(mixer: Any) -> Mixer:
     """Describe a gated delta net, with fused projections (Qwen3-Next, Qwen3.5) or separate ones (OLMo-Hybrid)."""
-    keys, values = Part(mixer.key_dim, mixer.num_k_heads, shared=True), Part(mixer.value_dim, mixer.num_v_heads)
+    keys, values = HeadPart(mixer.key_dim, mixer.num_k_heads, shared=True), HeadPart(mixer.value_dim, mixer.num_v_heads)
     heads, key_heads = (
-        Part(mixer.num_v_heads, mixer.num_v_heads),
-        Part(mixer.num_k_heads, mixer.num_k_heads, shared=True),
+        HeadPart(mixer.num_v_heads, mixer.num_v_heads),
+        HeadPart(mixer.num_k_heads, mixer.num_k_heads, shared=True),
     )
     channels = (keys, keys, values)
     known: dict[str, Parts] = {
         # # The rows of a key head are its q and k, and v and z of its value heads.
-        "in_proj_qkvz": (Part(2 * mixer.key_dim + 2 * mixer.value_dim, mixer.num_k_heads),),
-        "in_proj_ba": (Part(2 * mixer.num_v_heads, mixer.num_k_heads),),
+        "in_proj_qkvz": (HeadPart(2 * mixer.key_dim + 2 * mixer.value_dim, mixer.num_k_heads),),
+        "in_proj_ba": (HeadPart(2 * mixer.num_v_heads, mixer.num_k_heads),),
         "in_proj_qkv": channels,
         **dict.fromkeys(("q_proj", "k_proj"), (keys,)),
         **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), (values,)),
@@ -149,7 +149,7 @@ def _delta_net(mixer: Any) -> Mixer:
 
 def _kimi_delta(mixer: Any) -> Mixer:
     """Describe Kimi's delta attention."""
-    channels, heads = Part(mixer.qkv_dim, mixer.num_heads), Part(mixer.num_heads, mixer.num_heads)
+    channels, heads = HeadPart(mixer.qkv_dim, mixer.num_heads), HeadPart(mixer.num_heads, mixer.num_heads)
     columns: dict[str, Parts] = {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_b_proj"), (channels,)),
         **dict.fromkeys(("forget_gate.f_b_proj", "forget_gate.dt_bias"), (channels,)),
@@ -162,15 +162,15 @@ def _kimi_delta(mixer: Any) -> Mixer:
 
 def _mamba_2(mixer: Any) -> Mixer:
     """Describe Mamba-2, whose heads share the B and C of their group."""
-    states = Part(mixer.n_groups * mixer.ssm_state_size, mixer.n_groups, shared=True)
-    channels, heads = Part(mixer.intermediate_size, mixer.num_heads), Part(mixer.num_heads, mixer.num_heads)
+    states = HeadPart(mixer.n_groups * mixer.ssm_state_size, mixer.n_groups, shared=True)
+    channels, heads = HeadPart(mixer.intermediate_size, mixer.num_heads), HeadPart(mixer.num_heads, mixer.num_heads)
     convolved = (channels, states, states)
     columns: dict[str, Parts] = {
         "in_proj": (channels, *convolved, heads),
         "conv1d": convolved,
         **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
     }
-    groups = Part(mixer.n_groups, mixer.n_groups, shared=True)
+    groups = HeadPart(mixer.n_groups, mixer.n_groups, shared=True)
     sizes: Sizes = {
         "num_heads": heads.own,
         "n_groups": groups.own,
@@ -192,7 +192,7 @@ def _groups_of_norm(norm: Any, channels: int) -> int:
 
 def _mamba_1(mixer: Any) -> Mixer:
     """Describe Mamba, whose channels are independent except for dt, B and C."""
-    channels = Part(mixer.intermediate_size, mixer.intermediate_size)
+    channels = HeadPart(mixer.intermediate_size, mixer.intermediate_size)
     columns: dict[str, Parts] = {
         "in_proj": (channels, channels),
         **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), (channels,)),
@@ -203,19 +203,19 @@ def _mamba_1(mixer: Any) -> Mixer:
 
 def _mamba_1_of_heads(mixer: Any) -> Mixer:
     """Describe Zamba's Mamba, whose heads have their own dt, B and C and are scanned one after another."""
-    channels, heads = (Part(size, mixer.n_mamba_heads) for size in (mixer.intermediate_size, mixer.n_mamba_heads))
+    channels, heads = (HeadPart(size, mixer.n_mamba_heads) for size in (mixer.intermediate_size, mixer.n_mamba_heads))
     columns: dict[str, Parts] = {
-        "in_proj": (Part(2 * mixer.intermediate_size, mixer.n_mamba_heads),),
+        "in_proj": (HeadPart(2 * mixer.intermediate_size, mixer.n_mamba_heads),),
         "conv1d": (channels,),
         **dict.fromkeys(("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"), (heads,)),
     }
     sizes: Sizes = {"intermediate_size": channels.own, "n_mamba_heads": heads.own}
-    return Mixer(Part(mixer.mamba_head_dim, 1, shared=True), columns, "out_proj", sizes=sizes)
+    return Mixer(HeadPart(mixer.mamba_head_dim, 1, shared=True), columns, "out_proj", sizes=sizes)
 
 
 def _short_convolution(mixer: Any) -> Mixer:
     """Describe a short convolution with two gates (LFM2)."""
-    channels = Part(mixer.out_proj.in_features, mixer.out_proj.in_features)
+    channels = HeadPart(mixer.out_proj.in_features, mixer.out_proj.in_features)
     return Mixer(channels, {"in_proj": (channels,) * 3, "conv": (channels,)}, "out_proj")
 
 

@@ -81,7 +81,7 @@ def keep_stand_ins(hf: PreTrainedModel) -> None:
 
 
 def outputs_of_layers(hf: PreTrainedModel) -> int | None:
-    """Return the length of the tuples that layers return; None if they return tensors, or if this is not known."""
+    """Return the length of the tuples that layers return, or None if they return tensors or if this is not known."""
     number: int | None = getattr(hf, _OUTPUTS, None)
     return number
 

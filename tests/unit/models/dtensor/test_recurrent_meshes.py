@@ -23,7 +23,7 @@ from nemo_rl.models.dtensor.context_parallel import Chunks, TokenExchange
 from nemo_rl.models.dtensor.lora import apply_lora
 from nemo_rl.models.dtensor.tensor_plans import plan_for
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.models.huggingface.mixers import Part, find_mixers
+from nemo_rl.models.huggingface.mixers import HeadPart, find_mixers
 from nemo_rl.models.huggingface.recurrent import CORES, compute_unfused
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
@@ -247,7 +247,7 @@ def names_of(model: PreTrainedModel) -> set[str]:
 
 
 def test_ranks_have_whole_heads_or_share_a_group() -> None:
-    heads, groups = Part(32, 8), Part(32, 2, shared=True)
+    heads, groups = HeadPart(32, 8), HeadPart(32, 2, shared=True)
     assert [heads.own(ranks) for ranks in (1, 2, 4, 8)] == [32, 16, 8, 4]
     assert [groups.own(ranks) for ranks in (1, 2, 4, 8)] == [32, 16, 16, 16]
     assert [heads.divides(ranks) for ranks in (2, 3, 8, 16)] == [True, False, True, False]
