@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import LossInputType, LossType
 from nemo_rl.models.dtensor.proof.numbers import in_float64
+from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
 from parity.models import VOCABULARY
 
 LEARNING_RATE = 0.05
@@ -86,6 +87,7 @@ def one_process(
     """
     kind = AutoModelForCausalLM
     model = kind.from_pretrained(model_name, dtype=torch.float32, attn_implementation="eager").to(dtype)
+    use_configured_time_steps(model)
     model.set_experts_implementation("eager")  # grouped products do not support float64
     model.train()
     batches = batches or random_batches(steps)  # before the default dtype changes, which would draw other numbers

@@ -181,8 +181,9 @@ def use_registered_attention(
         if not model._can_set_attn_implementation():
             raise ConfigError(f"{type(model).__name__} computes its attention in its own code.")
         set_attention(model, register_varlen_attention())
-        if packed:
+        if packed or divided:
             respect_borders(model)
+        if packed:
             verify_packing(model, forward)
         if divided:
             verify_division(model, forward)
@@ -212,7 +213,9 @@ def verify_packing(model: PreTrainedModel, forward: Forward = logits) -> None:
 
 
 def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
-    """Check that tokens interact in attention only. Their order in the row then has no effect if positions are given.
+    """Check that tokens interact only in attention, and in the functions that `respect_borders` has wrapped.
+
+    Their order in the row then has no effect if positions are given.
 
     Context parallelism needs this, because each rank holds only some of the tokens.
 
@@ -321,13 +324,28 @@ def _shared(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], 
 
 
 class _Shuffled:
-    """The `DividedRow` of `_shuffled`."""
+    """The `DividedRow` of `_shuffled`, and its `RowExchange`, in which one rank has all heads."""
+
+    ranks = 1
 
     def __init__(self, order: Tensor) -> None:
         first, total = _LENGTHS[0], sum(_LENGTHS)
         self.plan = AttentionPlan([Piece(0, first, 0, first), Piece(first, total, first, total)])
         self.places = order.argsort()
         self._order = order
+        self.exchange, self.cu_seq_lens = self, torch.tensor([0, first, total], dtype=torch.int32)
+
+    def to_heads(self, x: Tensor, tokens: int, heads: int) -> Tensor:
+        return x.index_select(tokens, self.places)
+
+    def to_tokens(self, x: Tensor, tokens: int, heads: int) -> Tensor:
+        return x.index_select(tokens, self._order)
+
+    def gathered(self, x: Tensor, tokens: int) -> Tensor:
+        return x.index_select(tokens, self.places)
+
+    def own_heads(self, per_head: Tensor) -> Tensor:
+        return per_head
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return query[:, :, self.places], key[:, :, self.places], value[:, :, self.places]

@@ -57,6 +57,7 @@ from nemo_rl.models.dtensor.pipeline.stages import copied_parameters, keep_stage
 from nemo_rl.models.dtensor.routers import ExpertBalance, ReplayedRouters, watch_experts
 from nemo_rl.models.huggingface.layers import body, decoder_layers, first_tensor
 from nemo_rl.models.huggingface.load import stays_float32, torch_dtype
+from nemo_rl.models.huggingface.recurrent import enter_row
 from nemo_rl.models.training.inputs import ModelInputs, with_positions
 from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.training.low_rank import require_on_some_rank
@@ -206,7 +207,8 @@ class DTensorBackend(TorchBackend):
         return self._draft.watching(_draft_rows(inputs))
 
     def _enter(self, inputs: ModelInputs) -> None:
-        """Let the routers replay the recorded experts of a microbatch, if there are any."""
+        """Let recurrent layers compute the row of a microbatch, and routers replay its recorded experts, if any."""
+        enter_row(self.model.hf, inputs.model_inputs)
         if self._replay is not None:
             self._replay.use(inputs)
 

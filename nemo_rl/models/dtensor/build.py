@@ -25,6 +25,7 @@ from nemo_rl.models.dtensor.heads import (
 )
 from nemo_rl.models.dtensor.lora import apply_lora
 from nemo_rl.models.dtensor.pipeline.stages import try_division
+from nemo_rl.models.dtensor.pipeline.stand_ins import set_outputs_of_layers
 from nemo_rl.models.huggingface.layers import freeze_parts, hidden_states
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.probe_model import small_probe_model
@@ -63,6 +64,8 @@ class Found:
     """Whether packed rows may hold one copy of a prompt."""
     transform: LogitTransform | None
     """Operations that the model applies to the logits; None for a scoring head, or if they cannot be described."""
+    layer_outputs: int | None = None
+    """Length of the tuples that layers return, for a model in stages; None if they return tensors."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,8 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
         ConfigError: the model's head cannot be divided, or the model lacks the layers to adapt.
     """
     set_attention(hf, found.attention)
-    if config.sequence_packing.enabled:
+    set_outputs_of_layers(hf, found.layer_outputs)
+    if config.sequence_packing.enabled or config.dtensor_cfg.context_parallel_size > 1:
         respect_borders(hf)
     freeze_parts(hf, config)
     if config.reward_model_cfg.enabled:
@@ -145,10 +149,9 @@ def try_out(probe_model: PreTrainedModel, context: int, config: PolicyConfig) ->
     if config.reward_model_cfg.enabled:
         require_scoring_head(probe_model)
     fix_rotary_frequencies(probe_model, context)
-    if config.dtensor_cfg.pipeline_parallel_size > 1:
-        try_division(probe_model)
+    outputs = try_division(probe_model) if config.dtensor_cfg.pipeline_parallel_size > 1 else None
     if config.reward_model_cfg.enabled:
         attention = choose_attention(probe_model, config, hidden_states)
-        return Found(attention, can_share_prompts(probe_model, config, hidden_states), None)
+        return Found(attention, can_share_prompts(probe_model, config, hidden_states), None, outputs)
     attention = choose_attention(probe_model, config)
-    return Found(attention, can_share_prompts(probe_model, config), find_transform(probe_model))
+    return Found(attention, can_share_prompts(probe_model, config), find_transform(probe_model), outputs)

@@ -1,10 +1,13 @@
 """Implement context parallelism, in which the ranks of a group divide the tokens of each row.
 
-Only attention combines tokens, so a rank runs the rest on its own tokens. Attention sees whole rows, by two methods:
+Only attention and recurrent layers combine tokens, so a rank runs the rest on its own tokens. Attention sees whole
+rows, by two methods:
 
 * `all_gather`: each rank gathers all keys and values, and attends with its own queries. Allows any number of heads.
 * `ulysses`: the ranks exchange tokens for heads (Jacobs et al. 2023, arXiv:2309.14509), and each rank computes
   attention for all tokens in its share of the heads.
+
+Recurrent layers always exchange tokens for heads (`huggingface.recurrent`).
 
 A row is cut into `2 * cp` chunks, two for each rank. The chunk with the most work is paired with the chunk with the
 least work. For one long sequence these are chunks r and `2 * cp - 1 - r`, as in Llama 3 (arXiv:2407.21783, section
@@ -194,11 +197,59 @@ class ContextParallel:
         return self._chunks.to_row(all_gather(hidden_tD, 0, self._group, partial_gradient=False), 0)
 
 
+class TokenExchange:
+    """Exchange of tokens for heads: the `RowExchange` of a row that ranks divide.
+
+    Args:
+        chunks: the division of the row.
+        group: the ranks. None in a test with one process.
+    """
+
+    def __init__(self, chunks: Chunks, group: dist.ProcessGroup | None) -> None:
+        self._chunks, self._group, self.ranks = chunks, group, chunks.count // 2
+        self.cu_seq_lens = torch.tensor(chunks.edges, dtype=torch.int32)
+
+    def to_heads(self, x: Tensor, tokens: int, heads: int) -> Tensor:
+        """Exchange this rank's tokens for its heads (`RowExchange.to_heads`).
+
+        Raises:
+            ConfigError: the ranks do not divide the heads.
+        """
+        if x.shape[heads] % self.ranks:
+            raise ConfigError(
+                f"{self.ranks} context-parallel ranks do not divide the {x.shape[heads]} heads or channels of a "
+                "recurrent layer on a rank. Set policy.dtensor_cfg.context_parallel_size=1."
+            )
+        places = (heads % x.dim(), tokens % x.dim())
+        got = self._exchanged(x.movedim(places, (0, 1))).unflatten(0, (self.ranks, -1))
+        return self._chunks.to_row(got.movedim(0, 1).flatten(1, 2), 1).movedim((0, 1), places).contiguous()
+
+    def to_tokens(self, x: Tensor, tokens: int, heads: int) -> Tensor:
+        """Exchange this rank's heads for its tokens (`RowExchange.to_tokens`)."""
+        places = (heads % x.dim(), tokens % x.dim())
+        sent = self._chunks.to_ranks(x.movedim(places, (0, 1)), 1).unflatten(1, (self.ranks, -1))
+        return self._exchanged(sent.movedim(1, 0).flatten(0, 1)).movedim((0, 1), places).contiguous()
+
+    def gathered(self, x: Tensor, tokens: int) -> Tensor:
+        """Gather the tokens of all ranks (`RowExchange.gathered`)."""
+        tokens %= x.dim()
+        return self._chunks.to_row(all_gather(x, tokens, self._group, partial_gradient=True), tokens)
+
+    def own_heads(self, per_head: Tensor) -> Tensor:
+        """Select the entries of this rank's heads (`RowExchange.own_heads`)."""
+        return per_head.chunk(self.ranks)[self._chunks.rank]
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        each = [len(x) // self.ranks] * self.ranks
+        return all_to_all(x, each, each, self._group)
+
+
 class _GatheredRow:
     """The `DividedRow` of `all_gather`: this rank's queries with the keys and values of all ranks."""
 
     def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:
         self.plan = AttentionPlan(chunks.pieces)
+        self.exchange = TokenExchange(chunks, group)
         self._chunks, self._group = chunks, group
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,7 +275,8 @@ class _ExchangedRow:
 
     def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:
         self.plan = AttentionPlan([Piece(start, stop, start, stop) for start, stop in pairwise(chunks.edges)])
-        self._chunks, self._group, self._ranks = chunks, group, chunks.count // 2
+        self.exchange = TokenExchange(chunks, group)
+        self._ranks = self.exchange.ranks
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange this rank's tokens for its heads (`DividedRow.enter`)."""
@@ -241,20 +293,13 @@ class _ExchangedRow:
             key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
         return self._to_heads(query), self._to_heads(key), self._to_heads(value)
 
+    def _to_heads(self, x: Tensor) -> Tensor:
+        return self.exchange.to_heads(x, tokens=2, heads=1)
+
     def leave(self, out: Tensor) -> Tensor:
         """Exchange this rank's heads for its tokens (`DividedRow.leave`)."""
-        sent = self._chunks.to_ranks(out, 2).unflatten(2, (self._ranks, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
-        return self._exchanged(sent).transpose(0, 1)
+        return self.exchange.to_tokens(out, tokens=2, heads=1)
 
     def heads_of(self, per_head: Tensor) -> Tensor:
         """Select the entries of this rank's heads (`DividedRow.heads_of`)."""
-        return per_head.chunk(self._ranks)[self._chunks.rank]
-
-    def _to_heads(self, x: Tensor) -> Tensor:
-        """Exchange `[b, H, t, D]` of this rank's tokens for `[b, H / cp, T, D]` of this rank's heads."""
-        got = self._exchanged(x.transpose(0, 1)).unflatten(0, (self._ranks, -1))
-        return self._chunks.to_row(got.permute(2, 1, 0, 3, 4).flatten(2, 3), 2)
-
-    def _exchanged(self, x: Tensor) -> Tensor:
-        each = [len(x) // self._ranks] * self._ranks
-        return all_to_all(x, each, each, self._group)
+        return self.exchange.own_heads(per_head)

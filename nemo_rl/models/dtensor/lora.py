@@ -49,6 +49,8 @@ from nemo_rl.models.huggingface.folders import (
     write_adapter,
 )
 from nemo_rl.models.huggingface.layers import parts_without_text
+from nemo_rl.models.huggingface.mixers import is_used_by_weight
+from nemo_rl.models.huggingface.recurrent import compute_unfused
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS, generator_of, initial_a, require_moved, select_modules
 from nemo_rl.models.training.torch_backend import Keep, Write, as_it_is
@@ -131,6 +133,7 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
     """
     names = select_modules(_linear_names(hf), config, SECTION)
     _refuse_shared(hf, names)
+    compute_unfused(hf)
     hf.requires_grad_(False)
     for name in names:
         parent_name, _, child = name.rpartition(".")
@@ -211,12 +214,14 @@ def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
 def _linear_names(hf: PreTrainedModel) -> list[str]:
     """Return the names of plain linear layers, except those of modules for images or sound.
 
-    The output head is also left out, because its weight is used in chunks and its forward is not called.
+    The output head is also left out, because its weight is used in chunks and its forward is not called. So are other
+    layers whose forward is not called (`mixers.is_used_by_weight`).
     """
     others = {id(module) for part in parts_without_text(hf) for module in part.modules()} | {
         id(hf.get_output_embeddings())
     }
-    return [name for name, module in hf.named_modules() if type(module) is nn.Linear and id(module) not in others]
+    linear = [(name, module) for name, module in hf.named_modules() if type(module) is nn.Linear]
+    return [name for name, module in linear if id(module) not in others and not is_used_by_weight(name, module)]
 
 
 _NOT_MERGED = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")

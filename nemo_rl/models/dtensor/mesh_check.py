@@ -39,6 +39,7 @@ from nemo_rl.models.training.mesh_rules import (
     check_context,
     check_experts,
     divided_layers,
+    mixing_layers,
     routed_experts,
     vocabulary,
 )
@@ -47,8 +48,11 @@ from nemo_rl.utils.errors import ConfigError
 _TRAINED = ("policy", "value")
 """Sections of trained models, which can therefore have an auxiliary loss of experts."""
 
+_RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "mlp", "moe", "layers without attention heads")
+"""Kinds of layers in which context-parallel ranks may divide rows. The proof refuses unknown ones of these kinds."""
+
 type PlanFor = Callable[[PretrainedConfig], object]
-"""Function that returns the tensor-parallel plan of a model. It raises `ConfigError` if there is none."""
+"""Function that raises `ConfigError` if there is no tensor-parallel plan, or ranks do not divide heads of a layer."""
 
 
 def check_mesh(
@@ -64,19 +68,20 @@ def check_mesh(
         layout: axis sizes, from the section and the number of ranks.
         model: the model's configuration.
         section: name of the section, for messages.
-        plan_for: finds the plan that divides the model's layers; if None, this is not checked.
+        plan_for: checks that ranks can divide the model's layers; if None, this is not checked.
     """
     mesh = Mesh(f"{section}.{policy.backend_key}", policy, layout, model.get_text_config())
     yield from _check_tensor(mesh)
     yield from check_experts(mesh)
-    yield from check_context(mesh)
+    yield from check_context(mesh, _RECURRENT)
     if mesh.policy.dtensor_cfg.context_parallel_method == "ulysses":
         yield from _check_ulysses(mesh)
     yield from _check_pipeline(mesh)
     coefficient = configured_coefficient(mesh.model, policy.dtensor_cfg.moe_aux_loss_coeff)
     if coefficient and layout.pp > 1 and section in _TRAINED:
         yield in_a_pipeline(coefficient, layout.pp, section)
-    if layout.tp > 1 and plan_for is not None:
+    exchanges = layout.cp > 1 and bool(mixing_layers(mesh.model))
+    if (layout.tp > 1 or exchanges) and plan_for is not None:
         try:
             plan_for(model)
         except ConfigError as error:

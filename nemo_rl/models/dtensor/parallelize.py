@@ -19,6 +19,7 @@ hooks gather both groups together. Invariant: gradients of the second group are 
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -128,6 +129,15 @@ def shard_in_float32(module: nn.Module, parameters: Iterable[nn.Parameter], offl
         parameters: the ignored parameters. Those that are not on the meta device are moved to the module's device.
         offload: the `offload_policy` of `fully_shard`.
     """
+    _shard_separately(
+        module, parameters, MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32), offload
+    )
+
+
+def _shard_separately(
+    module: nn.Module, parameters: Iterable[nn.Parameter], policy: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> None:
+    """Shard parameters in a group of their own, which the hooks of a module gather together with its first group."""
     chosen = list(parameters)
     if not chosen:
         return
@@ -137,7 +147,6 @@ def shard_in_float32(module: nn.Module, parameters: Iterable[nn.Parameter], offl
     for parameter in chosen:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(first.device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     places = (first.modules, first.mesh_info, first.post_forward_mesh_info, first.device)
     state._fsdp_param_groups.append(FSDPParamGroup(chosen, *places, None, policy, offload))
 
@@ -292,11 +301,15 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
         options["reshard_after_forward"] = False
     kept = set(float32_parameters(model.hf, spec.compute_dtype).values())
     modules: list[nn.Module] = [*decoder_layers(model.hf), model]
+    shared = _parameters_of_several(modules[:-1]) - kept
+    kept |= shared
     for module in modules:
-        own = [parameter for parameter in module.parameters() if parameter in kept]
+        own = [parameter for parameter in module.parameters() if parameter in kept - shared]
         fully_shard(module, mp_policy=_precision(spec, root=module is model), ignored_params=kept, **options)
         shard_in_float32(module, own, _offload_policy(spec))
         kept -= set(own)
+    of_several = [parameter for parameter in model.parameters() if parameter in shared]
+    _shard_separately(model, of_several, _precision(spec, root=False), _offload_policy(spec))
     register_fsdp_forward_method(model, "body")
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -305,6 +318,12 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
             module.set_reshard_after_backward(not spec.keep_gathered, recurse=False)
     _move_buffers(model, spec.device)
     return model
+
+
+def _parameters_of_several(layers: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters that several layers share. They are gathered with the root, for all of these layers."""
+    uses = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
+    return {parameter for parameter, count in uses.items() if count > 1}
 
 
 def _divide_layers(model: ShardableModel, meshes: Meshes, spec: ShardingSpec) -> None:

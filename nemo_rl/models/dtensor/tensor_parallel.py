@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.ranks import collectives
@@ -38,6 +39,8 @@ from nemo_rl.distributed.ranks.placements import as_sharded, computing_with
 from nemo_rl.models.dtensor.expert_parallel import divide_tokens
 from nemo_rl.models.dtensor.tensor_plans import Plan, Style, shared_experts, style_of
 from nemo_rl.models.huggingface.layers import body, decoder_layers
+from nemo_rl.models.huggingface.mixers import HeadPart, Mixer, find_mixers, is_used_by_weight, set_own_sizes
+from nemo_rl.models.huggingface.recurrent import compute_unfused
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -118,8 +121,11 @@ def divide_layers(
     """
     token_blocks = _blocks(hf, experts) if dispatched else []
     styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
-    blocks = _blocks(hf, [*styles, *(() if dispatched else experts)])
+    recurrent = {name: mixer for name, mixer in find_mixers(hf).items() if f"{name}.{mixer.out}" in styles}
+    blocks = _blocks(hf, [*styles, *(() if dispatched else experts)], recurrent)
     _refuse_strays(hf, styles, blocks)
+    if recurrent:
+        compute_unfused(hf)
     styles |= shared_experts(hf, blocks, [*styles, *experts])
     mixers = _mixers(hf, [*blocks, *token_blocks]) if tensor.sequence_parallel else []
     divided = _Divided(hf)
@@ -129,11 +135,16 @@ def divide_layers(
             continue
         # # With sequence parallelism, all modules of the body outside of blocks get parts of rows. The head does not.
         of_part = _within(name, [*blocks, *token_blocks]) or (tensor.sequence_parallel and _within(name, [body_name]))
-        _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
+        views = _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
+        if views and is_used_by_weight(name, module):
+            owner: Any = hf.get_submodule(name.rpartition(".")[0])
+            owner.forward = partial(_run_locally, owner.forward, module, views)
     for name in blocks:
         block: Any = hf.get_submodule(name)
-        fused = any(style.parts for below, style in styles.items() if _within(below, [name]))
-        if fused and hasattr(block, "config"):
+        fused = any(style.fused for below, style in styles.items() if _within(below, [name]))
+        if name in recurrent:
+            _keep_own_heads(block, recurrent[name], tensor.mesh)
+        elif fused and hasattr(block, "config"):
             _count_own_heads(block, tensor.mesh.size())
         block.forward = partial(_run_between, block.forward, tensor.enter, tensor.leave)
     for name in mixers:  # every rank computes all tokens and keeps its own
@@ -167,9 +178,57 @@ class _Divided:
 def _run_locally(
     forward: Callable[..., Any], module: nn.Module, views: dict[str, _Local], *args: Any, **kw: Any
 ) -> Any:
-    parts = {name: view.of(module.get_parameter(name)) for name, view in views.items()}
+    parts = {name: view.of(module._parameters[name]) for name, view in views.items()}  # type: ignore[arg-type]
     with computing_with(module, parts):
         return forward(*args, **kw)
+
+
+def _run_and_sum(forward: Callable[..., Tensor], group: dist.ProcessGroup, *args: Any, **kw: Any) -> Tensor:
+    """Sum a layer's outputs over the ranks inside a block, where each rank's gradient of the sum is partial."""
+    return collectives.reduce_gradient(collectives.all_reduce(forward(*args, **kw), group), group)
+
+
+@torch.compiler.disable
+def _run_with_means(
+    forward: Callable[..., Tensor], tensor: "TensorParallel", groups: int, *args: Any, **kw: Any
+) -> Tensor:
+    """Run a norm over channels that the ranks divide, with means over all channels of a group.
+
+    Raises:
+        ConfigError: the norm computes no mean over its last dimension.
+    """
+    with _Means(tensor, groups) as means:
+        out = forward(*args, **kw)
+    if not means.found:
+        raise ConfigError(
+            "a norm over heads does not compute a mean of squares, so tensor-parallel ranks cannot divide it. Set "
+            "policy.dtensor_cfg.tensor_parallel_size=1."
+        )
+    return out
+
+
+class _Means(TorchFunctionMode):
+    """Mode in which a mean over the last dimension of a tensor is one over the channels of several ranks.
+
+    Each rank has equally many channels, and all of them are in one group, so the mean is that of the ranks' means.
+    """
+
+    def __init__(self, tensor: "TensorParallel", groups: int) -> None:
+        super().__init__()
+        self._tensor, self._groups = tensor, groups
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _MEAN or result.dim() < 2 or result.shape[-1] != 1:
+            return result
+        self.found = True
+        every = collectives.all_gather(result, -1, self._tensor.group, partial_gradient=True)
+        own = self._tensor.mesh.get_local_rank() * self._groups // self._tensor.mesh.size()
+        return torch.sum(every.chunk(self._groups, -1)[own], -1, keepdim=True) * (self._groups / every.shape[-1])
+
+
+_MEAN = (torch.mean, Tensor.mean)
 
 
 def _run_between(
@@ -193,14 +252,22 @@ def _run_between(
     return leave(output)
 
 
-def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
-    """Return the names of the direct children of decoder layers that contain one of these modules or parameters."""
+def _blocks(hf: PreTrainedModel, divided: Iterable[str], recurrent: Collection[str] = ()) -> list[str]:
+    """Return the names of the direct children of decoder layers that contain one of these modules or parameters.
+
+    Args:
+        divided: names of modules and parameters.
+        recurrent: names of recurrent layers. These are blocks also where they are not direct children.
+    """
     names = {id(module): name for name, module in hf.named_modules()}
     layers = [names[id(layer)] for layer in decoder_layers(hf)]
     found: dict[str, None] = {}
     for name in divided:
         layer = next((layer for layer in layers if _within(name, [layer])), None)
-        if layer is not None:
+        own = next((each for each in recurrent if _within(name, [each])), None)
+        if own is not None:
+            found[own] = None
+        elif layer is not None:
             found[f"{layer}.{name.removeprefix(f'{layer}.').split('.')[0]}"] = None
     return list(found)
 
@@ -230,6 +297,14 @@ def _count_own_heads(block: Any, ranks: int) -> None:
                 setattr(owner, field, getattr(owner, field) // ranks)
 
 
+def _keep_own_heads(block: Any, mixer: Mixer, mesh: DeviceMesh) -> None:
+    """Set a recurrent layer's numbers of heads and channels, and its factors of channels, to those of this rank."""
+    set_own_sizes(block, mixer, mesh.size())
+    factors = getattr(block, "mup_vector", None)
+    if factors is not None:
+        block.mup_vector = factors.index_select(-1, _own_rows(mixer.columns["in_proj"], mesh).to(factors.device))
+
+
 def _planned(hf: PreTrainedModel, plan: Plan) -> dict[str, Style]:
     """Return the names and styles of the modules and parameters that a plan divides."""
     names = [*(name for name, _ in hf.named_modules()), *(name for name, _ in hf.named_parameters())]
@@ -253,8 +328,8 @@ def _divide_module(
     divided: _Divided,
     *,
     partial_gradient: bool,
-) -> None:
-    """Replace a module's own parameters with DTensors, and make the module use their local parts."""
+) -> dict[str, _Local]:
+    """Replace a module's own parameters with DTensors. Make the module use their local parts, and return these."""
     views: dict[str, _Local] = {}
     style = styles.get(name)
     for parameter_name, parameter in list(module.named_parameters(recurse=False)):
@@ -263,8 +338,14 @@ def _divide_module(
         _require_divisible(f"{name}.{parameter_name}", parameter, placement, own, tensor.mesh.size())
         module._parameters[parameter_name] = divided.of(parameter, placement, tensor.mesh)
         views[parameter_name] = _view(own, parameter_name, placement, tensor.mesh, partial_gradient)
-    if views:
-        module.forward = partial(_run_locally, module.forward, module, views)
+    if not views:
+        return views
+    if style is not None and style.how == "norm" and style.groups % tensor.mesh.size():
+        module.forward = partial(_run_with_means, module.forward, tensor, style.groups)
+    if style is not None and style.how == "sum":
+        module.forward = partial(_run_and_sum, module.forward, tensor.group)
+    module.forward = partial(_run_locally, module.forward, module, views)
+    return views
 
 
 def _placement(style: Style | None, parameter_name: str) -> Placement:
@@ -273,7 +354,7 @@ def _placement(style: Style | None, parameter_name: str) -> Placement:
         return Replicate()
     if style.dim is not None:
         return Shard(style.dim)
-    if style.how == "row":
+    if style.how in ("row", "sum"):
         return Shard(1) if parameter_name in ("weight", "lora_A") else Replicate()
     return Replicate() if parameter_name == "lora_A" else Shard(0)
 
@@ -282,32 +363,35 @@ def _view(
     style: Style | None, parameter_name: str, placement: Placement, mesh: DeviceMesh, partial_gradient: bool
 ) -> _Local:
     if isinstance(placement, Shard):
-        rows = _own_rows(style.parts, mesh) if style is not None and style.parts else None
+        rows = _own_rows(style.fused, mesh) if style is not None and style.fused else None
         return _Local(placement, rows=rows, dim=placement.dim)
-    adds_once = style is not None and style.how == "row" and parameter_name == "bias"
+    adds_once = style is not None and style.how in ("row", "sum") and parameter_name == "bias"
     gradient = Partial() if partial_gradient else Replicate()
     return _Local(gradient, zero=adds_once and mesh.get_local_rank() > 0)
 
 
-def _own_rows(parts: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
+def _own_rows(parts: tuple[HeadPart, ...], mesh: DeviceMesh) -> Tensor:
     """Return the indices of a fused layer's rows for this rank's heads or features, part by part.
 
     The indices are on the mesh's device, so that a forward pass need not copy them.
     """
-    starts = torch.tensor([0, *parts[:-1]]).cumsum(0).tolist()
-    size, rank = mesh.size(), mesh.get_local_rank()
-    rows = [torch.arange(start, start + part).chunk(size)[rank] for start, part in zip(starts, parts, strict=True)]
+    size, rank, first, rows = mesh.size(), mesh.get_local_rank(), 0, list[Tensor]()
+    for part in parts:
+        own = part.own(size)
+        begin = first + (rank * part.heads // size) * (part.size // part.heads)
+        rows.append(torch.arange(begin, begin + own))
+        first += part.size
     return torch.cat(rows).to(mesh.device_type)
 
 
 def _require_divisible(name: str, parameter: Tensor, placement: Placement, style: Style | None, ranks: int) -> None:
-    sizes = style.parts if style is not None and style.parts else ()
+    sizes = [] if style is None else [part.heads for part in (*style.heads, *style.fused) if not part.divides(ranks)]
     if isinstance(placement, Shard):
-        sizes = (*sizes, parameter.shape[placement.dim])
+        sizes.append(parameter.shape[placement.dim])
     for size in sizes:
         if size % ranks:
             raise ConfigError(
-                f"{name} has {size} outputs or inputs to divide, which is not a multiple of "
+                f"{name} has {size} heads, outputs or inputs to divide, which is not a multiple of "
                 f"policy.dtensor_cfg.tensor_parallel_size={ranks}."
             )
 

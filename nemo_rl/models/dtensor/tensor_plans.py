@@ -1,6 +1,6 @@
 """Find the plan by which tensor-parallel ranks divide the parameters of an architecture.
 
-A plan maps names of modules or parameters, with `*` for layer numbers, to a `Style`. It comes from the user
+A plan maps names of modules or parameters, usually with `*` for layer numbers, to a `Style`. It comes from the user
 (`policy.dtensor_cfg.custom_parallel_plan`), or from the model's own `tp_plan` and the additions in `OWN`. A style in
 `tp_plan` only defines which dimension to divide. `tensor_parallel` decides where to communicate. Experts are not in a
 plan, because `expert_parallel` finds them. Most plans of transformers leave out shared experts, which `shared_experts`
@@ -18,14 +18,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.huggingface.layers import body
+from nemo_rl.models.huggingface.mixers import HeadPart, find_mixers
 from nemo_rl.models.huggingface.probe_model import CANNOT_BE_MADE
 from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
-type How = Literal["column", "row", "vocabulary"]
+type How = Literal["column", "row", "sum", "norm", "vocabulary"]
 """`column` divides the outputs of a linear layer (or a parameter with one value per head), `row` divides its inputs,
-and `vocabulary` divides the rows of an embedding or of the output head."""
+and `vocabulary` divides the rows of an embedding or of the output head. `sum` is `row` for a layer inside a block whose
+outputs all ranks need there, and `norm` is `column` for a norm over channels that the ranks divide."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ class Style:
     """Numbers of outputs of the layers that a fused `column` layer combines. Empty for a single layer."""
     dim: int | None = None
     """Dimension to divide, for a parameter that is not a linear layer's weight (experts `[E, in, out]`)."""
+    heads: tuple[HeadPart, ...] = ()
+    """Parts like `parts`, of which ranks take whole heads (`huggingface.mixers`)."""
+    groups: int = 1
+    """Number of groups of channels that a `norm` normalizes separately."""
+
+    @property
+    def fused(self) -> tuple[HeadPart, ...]:
+        """Return the parts from which a rank selects rows, or an empty tuple if its rows are next to each other."""
+        parts = self.heads or tuple(HeadPart(size, size) for size in self.parts)
+        return () if len(parts) == 1 and not parts[0].shared else parts
 
 
 type Plan = Mapping[str, Style]
@@ -67,6 +79,8 @@ _DOWN = ("down_proj", "w2", "fc2", "c_proj", "output_linear", "dense_4h_to_h", "
 """Names that architectures give to the last linear layer of a feed-forward layer."""
 _MLA = {"q_proj": COLUMN, "q_b_proj": COLUMN, "kv_b_proj": COLUMN, "o_proj": ROW}
 _ATTENTION = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW}
+_NORM = Style("norm")
+_GATED_MLP = {"gate_proj": COLUMN, "up_proj": COLUMN, "down_proj": ROW}
 
 
 def _deepseek(config: Any) -> dict[str, Style]:
@@ -97,10 +111,56 @@ def _llama4(config: Any) -> dict[str, Style]:
     }
 
 
+def _normed_attention(config: Any) -> dict[str, Style]:
+    """Divide attention whose queries and keys are normalized over all heads (OLMo)."""
+    styles = _ATTENTION | {"q_norm": _NORM, "k_norm": _NORM}
+    return {f"layers.*.self_attn.{name}": style for name, style in styles.items()}
+
+
+def _attention_and(block: str, styles: Mapping[str, Style], **attention: Style) -> Callable[[Any], dict[str, Style]]:
+    """Return a function for a model with usual attention and one other kind of block."""
+    found = {f"layers.*.self_attn.{name}": style for name, style in {**_ATTENTION, **attention}.items()}
+    found |= {f"layers.*.{block}.{name}": style for name, style in styles.items()}
+    return lambda config: found
+
+
+def _granite_hybrid(config: Any) -> dict[str, Style]:
+    width = config.shared_intermediate_size
+    mlp = {"input_linear": Style("column", (width, width)), "output_linear": ROW}
+    return _attention_and("shared_mlp", mlp)(config)
+
+
+def _glm(config: Any) -> dict[str, Style]:
+    width = config.intermediate_size
+    return _attention_and("mlp", {"gate_up_proj": Style("column", (width, width)), "down_proj": ROW})(config)
+
+
+def _nemotron_h(config: Any) -> dict[str, Style]:
+    """Divide each kind of layer. A layer has one block, whose name is that of all kinds."""
+    styles = _ATTENTION | {"up_proj": COLUMN, "down_proj": ROW}
+    return {f"layers.*.mixer.{name}": style for name, style in styles.items()}
+
+
 OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
+    "bamba": _attention_and("feed_forward", _GATED_MLP),
     "deepseek_v3": _deepseek,
+    "falcon_h1": _attention_and("feed_forward", _GATED_MLP),
+    "flex_olmo": _normed_attention,
+    "glm": _glm,
+    "glm4": _glm,
     "gpt_oss": _gpt_oss,
+    "granitemoehybrid": _granite_hybrid,
+    "jamba": _attention_and("feed_forward", _GATED_MLP),
+    "kimi_linear": _deepseek,
+    "lfm2": _attention_and("feed_forward", {"w1": COLUMN, "w3": COLUMN, "w2": ROW}, out_proj=ROW),
+    "lfm2_moe": _attention_and("feed_forward", {"w1": COLUMN, "w3": COLUMN, "w2": ROW}, out_proj=ROW),
     "llama4_text": _llama4,
+    "minimax_m2": _normed_attention,
+    "nemotron_h": _nemotron_h,
+    "olmo2": _normed_attention,
+    "olmo3": _normed_attention,
+    "olmo_hybrid": _normed_attention,
+    "olmoe": _normed_attention,
     "phi3": _phi3,
 }
 """Functions by `model_type` that return additions to the model's own plan. Names are relative to the decoder body."""
@@ -128,7 +188,11 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     prefix = f"{next(name for name, module in hf.named_modules() if module is body(hf))}."
     own = OWN.get(hf.config.get_text_config().model_type)
     added = {prefix + name: style for name, style in own(hf.config.get_text_config()).items()} if own else {}
-    brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added}
+    added |= _recurrent(hf)
+    # # A pipeline stage may lack a kind of layer, and recurrent layers have styles of their own.
+    names = [name for name, _ in (*hf.named_modules(), *hf.named_parameters())]
+    present = {_pattern(name) for name in names if not name.startswith(tuple(f"{each}." for each in find_mixers(hf)))}
+    brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added and name in present}
     plan = _read(brought, type(hf).__name__) | added
     if not any(style.how == "row" for style in plan.values()):
         raise ConfigError(
@@ -139,24 +203,44 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     return plan | _vocabulary(hf)
 
 
-def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, *, scores: bool = False) -> Plan:
-    """Return the plan of a model, which is made on the meta device (one second for 70B parameters).
+def _recurrent(hf: PreTrainedModel) -> dict[str, Style]:
+    """Return styles that divide the recurrent layers by their heads.
+
+    Names have layer numbers, because other layers may have modules of the same names.
+    """
+    found: dict[str, Style] = {}
+    for name, mixer in find_mixers(hf).items():
+        styles = {
+            child: Style("column", heads=parts, dim=mixer.axes.get(child)) for child, parts in mixer.columns.items()
+        }
+        styles |= {child: Style("norm", groups=groups) for child, groups in mixer.norms.items()}
+        styles |= {**dict.fromkeys(mixer.sums, Style("sum")), mixer.out: ROW}
+        found |= {f"{name}.{child}": style for child, style in styles.items()}
+    return found
+
+
+def _pattern(name: str) -> str:
+    """Return a name with `*` for layer numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def made_without_weights(config: PretrainedConfig, *, scores: bool = False) -> PreTrainedModel:
+    """Make a model on the meta device (one second for 70B parameters).
 
     Args:
-        custom: argument of `plan_for`.
         scores: whether the model has a scalar head.
 
     Raises:
-        ConfigError: there is no plan, or transformers cannot make a model from the configuration.
+        ConfigError: transformers cannot make a model from the configuration.
     """
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = kind.from_config(config)
+            model: PreTrainedModel = kind.from_config(config)
     except (*CANNOT_BE_MADE, KeyError, IndexError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{kind.__name__} cannot make a model of the type {config.model_type}: {said}") from error
-    return plan_for(model, custom)
+    return model
 
 
 def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collection[str]) -> dict[str, Style]:
@@ -202,7 +286,7 @@ def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
 
 def style_of(name: str, plan: Plan) -> Style | None:
     """Return the style of a module or parameter name, or None if the plan does not contain it."""
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+    return plan.get(name, plan.get(_pattern(name)))
 
 
 def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:

@@ -55,7 +55,7 @@ class DTensorTraining(FolderBackend):
         from nemo_rl.models.huggingface.load import load_model_config
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
-        report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
+        report_findings(check_mesh(policy, layout, model, section, partial(_require_division, policy)))
         report_findings(check_draft(policy))
         if policy.router_replay.enabled:
             from nemo_rl.models.dtensor.routers import check_configuration
@@ -106,8 +106,14 @@ class DTensorTraining(FolderBackend):
         load_weights(model, weights)
 
 
-def _require_plan(policy: PolicyConfig, model: "PretrainedConfig") -> None:
-    """Raise a ConfigError if there is no plan for dividing the model's layers over tensor-parallel ranks."""
-    from nemo_rl.models.dtensor.tensor_plans import plan_for_configuration
+def _require_division(policy: PolicyConfig, model: "PretrainedConfig") -> None:
+    """Raise a ConfigError if tensor- or context-parallel ranks cannot divide the model's layers."""
+    from nemo_rl.models.dtensor.tensor_plans import made_without_weights, plan_for
+    from nemo_rl.models.huggingface.mixers import require_whole_heads
 
-    plan_for_configuration(model, policy.dtensor_cfg.custom_parallel_plan, scores=policy.reward_model_cfg.enabled)
+    section = policy.dtensor_cfg
+    hf = made_without_weights(model, scores=policy.reward_model_cfg.enabled)
+    if section.tensor_parallel_size > 1:
+        plan_for(hf, section.custom_parallel_plan)
+    divides_heads = section.custom_parallel_plan is None
+    require_whole_heads(hf, section.tensor_parallel_size if divides_heads else 1, section.context_parallel_size)

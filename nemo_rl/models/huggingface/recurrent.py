@@ -1,4 +1,4 @@
-"""Keep the states of recurrent layers within each sequence of a packed row.
+"""Keep the states of recurrent layers within each sequence of a packed row, and compute rows that ranks divide.
 
 Mamba, gated delta nets and short convolutions carry a state from token to token. Without its CUDA packages,
 transformers ignores the borders of packed sequences in these layers, so a sequence would start with the state of the
@@ -9,18 +9,25 @@ and gates still compute the whole row.
 
 These functions are causal, so padding after a sequence does not change its outputs. Invariant: a packed sequence gets
 the outputs that it gets in a row of its own, and rows that are not packed are computed as before.
+
+The functions also treat each head (or channel) separately. If ranks divide the tokens of a row (context parallelism),
+they exchange tokens for heads around each function, so that a rank computes all tokens of the row for some heads:
+
+    own tokens, all heads ─► all-to-all ─► all tokens, own heads: function ─► all-to-all ─► own tokens, all heads
+
+Invariant: the gradient of a parameter with one entry for each head is partial on each rank, like all other gradients
+under context parallelism. Source: Ulysses (arXiv:2309.14509), applied to the scan as in Megatron-LM.
 """
 
 import functools
 import inspect
 import math
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +38,7 @@ from transformers.modeling_utils import PreTrainedModel
 from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
-_BORDERS = "cu_seq_lens_q"
+_BORDERS, _ROW = "cu_seq_lens_q", "divided_row"
 _STATE_SIZES = (
     "ssm_state_size",
     "mamba_d_state",
@@ -56,16 +63,46 @@ class Core:
     """Names of the arguments with one entry for each token."""
     axis: int
     """Axis of the tokens in these arguments."""
+    heads: int | None = None
+    """Axis of the heads or channels in these arguments. None for a fused function, which also mixes channels; then
+    rows that ranks divide are computed by the functions of its parts."""
+    of_all_heads: tuple[str, ...] = ()
+    """Names of the arguments among `inputs` that have no axis of heads."""
+    per_head: tuple[str, ...] = ()
+    """Names of the arguments without tokens that have one entry for each head or channel."""
     axis_of_output: int | None = None
     """Axis of the tokens in the output. If None, that of the arguments."""
 
 
-_DELTA = Core(("query", "key", "value", "g", "beta"), 1)
+class RowExchange(Protocol):
+    """A row whose tokens are on several ranks, each of which computes some of the heads."""
+
+    cu_seq_lens: Tensor
+    """Borders of the sequences in the whole row, `[S + 1]` int32."""
+    ranks: int
+    """Number of ranks."""
+
+    def to_heads(self, x: Tensor, tokens: int, heads: int) -> Tensor:
+        """Exchange own tokens with all heads for all tokens, in order, with own heads. Axes are given."""
+
+    def to_tokens(self, x: Tensor, tokens: int, heads: int) -> Tensor:
+        """Undo `to_heads`."""
+
+    def gathered(self, x: Tensor, tokens: int) -> Tensor:
+        """Gather the tokens of all ranks along an axis, in order."""
+
+    def own_heads(self, per_head: Tensor) -> Tensor:
+        """Return the entries `[H / ranks, ...]` of this rank's heads."""
+
+
+_DELTA = Core(("query", "key", "value", "g", "beta"), 1, 2)
 CORES = {
-    "causal_conv1d_fn": Core(("hidden_states",), -1),
-    "mamba_selective_scan": Core(("hidden_states", "dt", "B", "C", "z"), -1),
-    "mamba_inner_fn": Core(("xz",), -1, 1),
-    "mamba2_chunk_scan": Core(("hidden_states", "dt", "B", "C"), 1),
+    "causal_conv1d_fn": Core(("hidden_states",), -1, 1, per_head=("weight", "bias")),
+    "mamba_selective_scan": Core(
+        ("hidden_states", "dt", "B", "C", "z"), -1, 1, of_all_heads=("B", "C"), per_head=("A", "D", "delta_bias")
+    ),
+    "mamba_inner_fn": Core(("xz",), -1, axis_of_output=1),
+    "mamba2_chunk_scan": Core(("hidden_states", "dt", "B", "C"), 1, 2, per_head=("A", "D", "dt_bias")),
     "mamba2_split_conv1d_scan_combined": Core(("zxbcdt",), 1),
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
@@ -119,7 +156,7 @@ def _index(spans: Sequence[tuple[int, int]], padding: int) -> Tensor:
 
 
 class _Borders:
-    """The sequences of the row that a model computes.
+    """The sequences of the row that a model computes, and the ranks that divide it.
 
     They stay until the next forward pass, because layers may be computed again in the backward pass, which may run in
     another thread.
@@ -127,15 +164,18 @@ class _Borders:
 
     def __init__(self) -> None:
         self.groups: SequenceGroups | None = None
+        self.exchange: RowExchange | None = None
         self.in_whole_model = False
         self._read: Callable[[], Tensor | None] = lambda: None
         self._of_read: SequenceGroups | None = None
 
-    def set(self, cu_seq_lens: Tensor | None) -> None:
-        """Set the borders `[S + 1]` int32, or None for rows that are not packed. Each tensor is read only once."""
-        if cu_seq_lens is not None and self._read() is not cu_seq_lens:
-            self._read, self._of_read = weakref.ref(cu_seq_lens), SequenceGroups.of(cu_seq_lens)
-        self.groups = None if cu_seq_lens is None else self._of_read
+    def enter(self, model_inputs: Mapping[str, Any]) -> None:
+        """Set the row to that of the arguments of a forward pass. The borders of each row are read only once."""
+        self.exchange = getattr(model_inputs.get(_ROW), "exchange", None)
+        bounds = model_inputs.get(_BORDERS) if self.exchange is None else self.exchange.cu_seq_lens
+        if bounds is not None and self._read() is not bounds:
+            self._read, self._of_read = weakref.ref(bounds), SequenceGroups.of(bounds)
+        self.groups = None if bounds is None else self._of_read
 
 
 _borders = _Borders()
@@ -147,8 +187,7 @@ def respect_borders(hf: PreTrainedModel) -> bool:
     Returns:
         Whether the model has layers that carry a state.
     """
-    files = {sys.modules[type(module).__module__] for module in hf.modules() if _is_of_transformers(module)}
-    wrapped = [_wrap(file) for file in files]
+    wrapped = [_wrap(file) for file in _files(hf)]
     if not any(wrapped):
         return False
     if not hasattr(hf, _MARK):
@@ -180,6 +219,26 @@ def time_step_limits(config: PretrainedConfig) -> tuple[float, float]:
     return float(smallest), float(largest)
 
 
+def compute_unfused(hf: PreTrainedModel) -> None:
+    """Make recurrent layers call their projections, norms and cores one by one, in place.
+
+    With CUDA packages, one function computes a whole layer from the weights of its modules. It would ignore adapters,
+    and norms over channels that ranks divide.
+    """
+    for file in _files(hf):
+        for name, spec in CORES.items():
+            if spec.heads is None and hasattr(file, name):
+                setattr(file, name, _without_fused)
+
+
+def _without_fused(*args: Any, **kwargs: Any) -> None:
+    """Return None, after which a layer calls its parts (transformers does this without the CUDA packages)."""
+
+
+def _files(hf: PreTrainedModel) -> set[ModuleType]:
+    return {sys.modules[type(module).__module__] for module in hf.modules() if _is_of_transformers(module)}
+
+
 def has_states(config: PretrainedConfig) -> bool:
     """Return whether a configuration has a size of layers that carry a state."""
     text = config.get_text_config()
@@ -190,8 +249,14 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.")
 
 
+def enter_row(hf: PreTrainedModel, model_inputs: Mapping[str, Any]) -> None:
+    """Set the row that layers of a model compute, or compute again in a backward pass between other forward passes."""
+    if hasattr(hf, _MARK):
+        _borders.enter(model_inputs)
+
+
 def _enter_whole_model(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    _borders.set(kwargs.get(_BORDERS))
+    _borders.enter(kwargs)
     _borders.in_whole_model = True
 
 
@@ -200,15 +265,15 @@ def _leave_whole_model(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _enter_body(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Set the borders, unless the whole model has set them. Some models do not pass them to their body."""
+    """Set the row, unless the whole model has set it. Some models do not pass all arguments to their body."""
     if not _borders.in_whole_model:
-        _borders.set(kwargs.get(_BORDERS))
+        _borders.enter(kwargs)
 
 
 def _enter_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Set the borders again for a layer that is computed again, after other forward passes of a pipeline."""
-    if _BORDERS in kwargs:
-        _borders.set(kwargs[_BORDERS])
+    """Set the row again for a layer that is computed again, after other forward passes of a pipeline."""
+    if _BORDERS in kwargs or _ROW in kwargs:
+        _borders.enter(kwargs)
 
 
 def _wrap(file: ModuleType) -> bool:
@@ -228,27 +293,63 @@ def _by_sequence(core: Callable[..., Any], spec: Core) -> Callable[..., Any]:
     @functools.wraps(core)
     @torch.compiler.disable
     def by_sequence(*args: Any, **kwargs: Any) -> Any:
-        groups = _borders.groups
-        if groups is None:
+        groups, exchange = _borders.groups, _borders.exchange
+        if groups is None and exchange is None:
             return core(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        tokens = {name: given[name] for name in spec.inputs if isinstance(given.get(name), Tensor)}
-        _check(core.__name__, tokens, spec.axis, len(groups.order))
-        outputs = []
-        for batch in zip(*(groups.batches(each, spec.axis) for each in tokens.values()), strict=True):
-            given.update(zip(tokens, batch, strict=True))
-            output = core(*bound.args, **bound.kwargs)
-            if output is None:  # a fused function without its CUDA package
+        heads = spec.heads
+        if exchange is not None:
+            if heads is None:
                 return None
-            outputs.append(output)
-        axis = spec.axis if spec.axis_of_output is None else spec.axis_of_output
-        if isinstance(outputs[0], tuple):  # with the last state, which training does not use
-            return groups.row([output for output, *_ in outputs], axis), None
-        return groups.row(outputs, axis)
+            _take_own_heads(exchange, spec, heads, bound.arguments)
+        output = core(*bound.args, **bound.kwargs) if groups is None else _in_groups(core, spec, groups, bound)
+        hidden, *state = output if isinstance(output, tuple) else (output,)
+        if exchange is not None and heads is not None:
+            hidden = exchange.to_tokens(hidden, spec.axis, heads)
+        return (hidden, None) if state else hidden  # training does not use the last state
 
     setattr(by_sequence, _MARK, True)
     return by_sequence
+
+
+def _in_groups(core: Callable[..., Any], spec: Core, groups: SequenceGroups, bound: inspect.BoundArguments) -> Any:
+    """Call a function for each group of sequences, and return its output for the row."""
+    given = bound.arguments
+    tokens = {name: given[name] for name in spec.inputs if isinstance(given.get(name), Tensor)}
+    _check(core.__name__, tokens, spec.axis, len(groups.order))
+    outputs = []
+    for batch in zip(*(groups.batches(each, spec.axis) for each in tokens.values()), strict=True):
+        given.update(zip(tokens, batch, strict=True))
+        output = core(*bound.args, **bound.kwargs)
+        if output is None:  # a fused function without its CUDA package
+            return None
+        outputs.append(output)
+    axis = spec.axis if spec.axis_of_output is None else spec.axis_of_output
+    if isinstance(outputs[0], tuple):
+        return groups.row([output for output, *_ in outputs], axis), None
+    return groups.row(outputs, axis)
+
+
+def _take_own_heads(exchange: RowExchange, spec: Core, heads: int, given: dict[str, Any]) -> None:
+    """Replace the arguments of a function by those of the whole row for this rank's heads, in place.
+
+    Groups of heads that share an input (B and C of Mamba-2) are repeated if ranks do not divide their number.
+    """
+    for name in spec.inputs:
+        each = given.get(name)
+        if not isinstance(each, Tensor):
+            continue
+        if name in spec.of_all_heads:
+            given[name] = exchange.gathered(each, spec.axis)
+            continue
+        groups = each.shape[heads]
+        copies = math.lcm(groups, exchange.ranks) // groups
+        if copies > 1:
+            each = each.repeat_interleave(copies, heads)
+        given[name] = exchange.to_heads(each, spec.axis, heads)
+    for name in spec.per_head:
+        if isinstance(given.get(name), Tensor):
+            given[name] = exchange.own_heads(given[name])
 
 
 def _check(name: str, tokens: dict[str, Tensor], axis: int, total: int) -> None:

@@ -176,16 +176,16 @@ def check_experts(mesh: Mesh) -> Findings:
     yield from mesh.indivisible("ep", routed_experts(mesh))
 
 
-def check_context(mesh: Mesh, known: Collection[str] = ()) -> Findings:
-    """Check that context-parallel ranks can divide the rows and the model's layers.
+def check_context(mesh: Mesh, divisible: Collection[str] = ()) -> Findings:
+    """Check that context-parallel ranks can divide the rows and the model's attention.
 
     Args:
-        known: kinds of layers besides attention whose tokens the backend divides.
+        divisible: kinds of layers without attention in which the backend can divide rows.
     """
     size = mesh.layout.cp
     if size == 1:
         return
-    others = sorted(_mixing_layers(mesh.model) - set(known))
+    others = sorted(mixing_layers(mesh.model) - set(divisible))
     if others:
         yield (
             f"{mesh.key('cp')}, but {mesh.model.model_type} has layers that need the tokens before theirs in one "
@@ -203,7 +203,8 @@ def check_context(mesh: Mesh, known: Collection[str] = ()) -> Findings:
         )
 
 
-def _mixing_layers(model: PretrainedConfig) -> set[str]:
+def mixing_layers(model: PretrainedConfig) -> set[str]:
+    """Return the kinds of layers in which tokens do not use only keys and values of other tokens."""
     kinds = {str(kind) for field in _KINDS for kind in getattr(model, field, None) or ()} - _WHOLE_SEQUENCE
     if getattr(model, "attention_chunk_size", None) is not None:
         kinds.add("chunked_attention")

@@ -28,7 +28,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.models.dtensor.mesh import Meshes
-from nemo_rl.models.huggingface.layers import body, decoder_layers, first_tensor, hidden_states
+from nemo_rl.models.dtensor.pipeline.stand_ins import (
+    PassThrough,
+    Through,
+    hidden_states_of_whole,
+    keep_stand_ins,
+    outputs_of_layers,
+    stand_ins,
+)
+from nemo_rl.models.huggingface.layers import body, decoder_layers, hidden_states
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.weight_sync.buckets import group_by_size
 
@@ -128,10 +136,13 @@ def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, devic
     return cut(hf, Place(meshes.pp.get_local_rank(), size, chunks, meshes.pp.get_group(), device))
 
 
-def try_division(probe_model: PreTrainedModel) -> None:
+def try_division(probe_model: PreTrainedModel) -> int | None:
     """Test on a small model that its architecture can be divided before every layer. The model is not divided.
 
     The first chunk has no layer, so that a division before the first layer is also tested.
+
+    Returns:
+        The result of `outputs_of_layers` for this architecture.
 
     Raises:
         ConfigError: the model cannot be divided.
@@ -139,6 +150,7 @@ def try_division(probe_model: PreTrainedModel) -> None:
     number = len(decoder_layers(probe_model))
     chunks = (range(0), *(range(layer, layer + 1) for layer in range(number)))
     require_divisible(probe_model, Place(0, len(chunks), chunks))
+    return outputs_of_layers(probe_model)
 
 
 def cut(hf: PreTrainedModel, place: Place) -> PipelineStage:
@@ -179,15 +191,16 @@ def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
     part: Any = body(hf)
     modules, own_forward = part._modules, part.__dict__.get("forward")
     before = dict(modules)
-    held = dict(part.layers.named_children())
-    numbers, skip = place.chunks[chunk], _PassThrough()
-    through = [held[str(layer)] if layer in numbers else skip for layer in range(place.chunks[-1].stop)]
-    first = _Through(through[0])
+    held: dict[str, nn.Module] = dict(part.layers.named_children())
+    through = list[nn.Module](stand_ins(hf))
+    for layer in place.chunks[chunk]:
+        through[layer] = held[str(layer)]
+    first = Through(through[0])
     through[0] = first
-    last = through[-1] = _Through(through[-1])
+    last = through[-1] = Through(through[-1])
     modules["layers"] = nn.ModuleList(through)
     # # Modules of other stages are replaced too, because the forward calls them. Their output is not used.
-    modules.update(dict.fromkeys((name for name in _Ends.of(hf).names if before[name] is None), skip))
+    modules.update(dict.fromkeys((name for name in _Ends.of(hf).names if before[name] is None), PassThrough()))
     forward = part.forward
 
     def run(*args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Any:
@@ -235,7 +248,7 @@ def _chunks_compute_the_same(hf: PreTrainedModel, place: Place) -> bool:
     _Ends.of(hf)
     embeddings: Any = hf.get_input_embeddings()
     tokens = (torch.arange(8, device=embeddings.weight.device) * 5 + 1)[None] % embeddings.weight.shape[0]
-    whole = hidden_states(hf, {"input_ids": tokens})
+    whole = hidden_states_of_whole(hf, tokens)
     given: dict[str, Tensor] = {"input_ids": tokens}
     for chunk in range(len(place.chunks)):
         with active(hf, place, chunk):
@@ -244,36 +257,6 @@ def _chunks_compute_the_same(hf: PreTrainedModel, place: Place) -> bool:
         if hidden.shape != whole.shape:
             raise ValueError(f"its layers return {list(hidden.shape)} where the model gives {list(whole.shape)}")
     return bool((hidden - whole).abs().max() <= 1e-5 * whole.abs().max())
-
-
-class _PassThrough(nn.Module):
-    """Module in place of a layer or norm of another chunk, which returns its input."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
-
-
-class _Through(nn.Module):
-    """Wrap the first or last layer of the list, to insert received hidden states and keep the output."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self._layer = [layer]
-        self.arrived: Tensor | None = None
-        self.left: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the layer, because some models choose a layer's mask by an attribute."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_layer"][0], name)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = hidden_states if self.arrived is None else self.arrived
-        output = self._layer[0](given, *args, **kwargs)
-        self.left = first_tensor(output)
-        return output
 
 
 @dataclass(frozen=True)
@@ -338,6 +321,7 @@ def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
     """Remove all modules except those of this stage. Layers keep their numbers as names."""
     part: Any = body(hf)
     setattr(hf, _ENDS, ends)
+    keep_stand_ins(hf)
     held = nn.ModuleList()
     for layer in place.layers:
         held.add_module(str(layer), part.layers[layer])

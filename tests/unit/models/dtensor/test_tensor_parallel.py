@@ -13,12 +13,14 @@ from parity.models import VOCABULARY, save_model
 from parity.ranks import mesh_numbers, on_ranks, policy_config
 from parity.reference import one_process
 from policy_helpers import WeightedNLL, random_batch, save_tiny_model
+from torch import nn
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks import collectives
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.tensor_parallel import _run_with_means
 from nemo_rl.models.dtensor.tensor_plans import COLUMN, ROW, Style, plan_for
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
@@ -43,6 +45,21 @@ def test_divided_layers_equal_one_process(architecture, mesh, ranks, packed, tmp
     model = save_model(architecture, tmp_path / "m")
     found = difference(mesh_numbers(model, mesh, ranks, packed=packed), one_process(model))
     assert found.largest < 1e-5, found
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "olmoe", "flex_olmo", "minimax_m2"])
+def test_norms_over_all_heads_have_the_means_of_all_ranks(model_type, tmp_path) -> None:
+    fields = {"num_key_value_heads": 4, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    random_model(model_type, vocab_size=VOCABULARY, initializer_range=0.12, **fields).save_pretrained(tmp_path)
+    mesh, model = SEQUENCE | {"tensor_parallel_size": 4}, str(tmp_path)
+    found = difference(mesh_numbers(model, mesh, 4, packed=True, steps=1), one_process(model, 1))
+    assert found.largest < 1e-5, found
+
+
+def test_a_norm_without_a_mean_over_channels_is_refused() -> None:
+    """Such a norm would use the statistics of this rank's channels alone."""
+    with pytest.raises(ConfigError, match="does not compute a mean of squares"):
+        _run_with_means(nn.LayerNorm(4), None, 1, torch.randn(2, 3, 4))
 
 
 def _through_collectives() -> dict[str, torch.Tensor]:
@@ -153,8 +170,11 @@ def test_plans_divide_each_architecture_or_refuse_it() -> None:
     assert plan_for(random_model("gpt_oss"))["model.layers.*.self_attn.sinks"] == COLUMN
     with pytest.raises(ConfigError, match=r"brings no tensor-parallel plan.*custom_parallel_plan"):
         plan_for(random_model("gpt_neo"))
+    assert plan_for(random_model("olmo3"))["model.layers.*.self_attn.q_norm"] == Style("norm")
+    unknown = random_model("llama")
+    unknown._tp_plan = {"model.layers.*.self_attn.q_proj": "colwise_gather_output"}
     with pytest.raises(ConfigError, match=r"divides 'model.layers.\*.self_attn.q_proj' as 'colwise_gather_output'"):
-        plan_for(random_model("olmo3"))
+        plan_for(unknown)
     llama = random_model("llama")
     assert plan_for(llama, "test_tensor_parallel.only_the_mlp")["model.layers.*.mlp.gate_proj"] == COLUMN
     with pytest.raises(ConfigError, match="'diagonal', which is not known here"):
@@ -162,9 +182,9 @@ def test_plans_divide_each_architecture_or_refuse_it() -> None:
 
 
 def test_a_model_that_cannot_be_divided_is_refused_before_any_rank_starts(tmp_path) -> None:
-    random_model("olmo3").save_pretrained(tmp_path / "m")
+    random_model("gpt_neo").save_pretrained(tmp_path / "m")
     config = policy_config(str(tmp_path / "m"), TP2, packed=False)
-    with pytest.raises(ConfigError, match="'colwise_gather_output', which is not known here"):
+    with pytest.raises(ConfigError, match="brings no tensor-parallel plan"):
         DTensorTraining().check(config, 2)
     DTensorTraining().check(policy_config(str(tmp_path / "m"), {}, packed=False), 2)
 

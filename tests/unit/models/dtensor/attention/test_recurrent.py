@@ -1,4 +1,4 @@
-"""Recurrent layers keep their states within each packed sequence."""
+"""Recurrent layers keep their states within each packed sequence, also if other ranks have some of its tokens."""
 
 import sys
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from nemo_rl.models.dtensor.attention import (
     register_varlen_attention,
     set_attention,
     use_registered_attention,
+    verify_division,
     verify_packing,
 )
 from nemo_rl.models.dtensor.backend import DTensorBackend
@@ -71,11 +72,8 @@ def test_packed_rows_equal_rows_alone(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", RECURRENT)
-def test_the_check_before_a_run_accepts_packed_rows(model_type: str) -> None:
-    probe_model = small_probe_model(recurrent_model(model_type))
-    use_registered_attention(probe_model, packed=True, divided=False)
-    with pytest.raises(ConfigError, match="context_parallel_size=1"):
-        use_registered_attention(probe_model, packed=False, divided=True)
+def test_the_check_before_a_run_accepts_packed_and_divided_rows(model_type: str) -> None:
+    use_registered_attention(small_probe_model(recurrent_model(model_type)), packed=True, divided=True)
 
 
 @pytest.mark.parametrize("model_type", WITHOUT_CORES)
@@ -88,6 +86,7 @@ def test_other_recurrent_layers_are_refused(model_type: str) -> None:
 def test_each_function_that_ignores_borders_is_noticed(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = packing(recurrent_model(model_type))
     verify_packing(model)
+    verify_division(model)
     file = sys.modules[type(model).__module__]
     names = [name for name in CORES if hasattr(file, name) and name not in _FUSED]
     assert names
@@ -96,6 +95,8 @@ def test_each_function_that_ignores_borders_is_noticed(model_type: str, monkeypa
             planted.setattr(file, name, getattr(file, name).__wrapped__)
             with pytest.raises(ConfigError, match="mixes packed sequences"):
                 verify_packing(model)
+            with pytest.raises(ConfigError, match="mixes divided sequences"):
+                verify_division(model)
 
 
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
