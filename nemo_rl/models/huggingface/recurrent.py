@@ -22,6 +22,7 @@ under context parallelism. Source: Ulysses (arXiv:2309.14509), applied to the sc
 import functools
 import inspect
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
