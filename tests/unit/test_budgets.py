@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 93_200, "all": 118_200}
-FILES = {"core": 524, "all": 684}
+LINES = {"core": 94_200, "all": 119_200}
+FILES = {"core": 527, "all": 687}
 FOLDERS = 87
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""

@@ -318,6 +318,7 @@ NOT_OF_MODELS: dict[str, str] = {
     "models/dtensor/proof/small.py": "names of modules",
     "models/dtensor/tensor_plans.py": "names of modules",
     "models/generation/vllm/drafting.py": "names of tensors",
+    "models/generation/vllm/recurrent.py": "names of tensors",
     "models/generation/vllm/running_model.py": "names of tensors",
     "models/huggingface/sizes.py": "names of GPUs",
     "models/huggingface/load.py": "names of modules",

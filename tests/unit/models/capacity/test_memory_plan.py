@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import _COMMON, SPECIAL
+from parity.every_type import tiny_model
 from policy_helpers import WeightedNLL, policy_config, random_batch, run_ranks, save_tiny_model
 from transformers import AutoConfig, PretrainedConfig
 
@@ -100,7 +101,7 @@ def test_equal_layers_are_traced_once() -> None:
 
 def test_a_data_dependent_architecture_is_counted_without_activations() -> None:
     policy = PolicyConfig.build(model_name="m", generation=None)
-    plan = DTensorRank.predict(policy, ParallelLayout(), model_config("minimax"), Work(32))
+    plan = DTensorRank.predict(policy, ParallelLayout(), tiny_model("mpt").config, Work(32))
     assert plan.missing and plan.certain > 0 and "not known" in plan.table("x")
 
 

@@ -16,7 +16,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor import tensor_parallel
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.pipeline import stages
+from nemo_rl.models.dtensor.pipeline import stand_ins
 from nemo_rl.models.dtensor.proof import mesh_proof, prove_mesh
 from nemo_rl.models.dtensor.proof.children import Failure, answers
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
@@ -105,10 +105,10 @@ def test_stages_that_repeat_what_comes_before_the_layers_are_refused(monkeypatch
 
     def given(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         output = self._layer[0](hidden_states, *args, **kwargs)
-        self.left = stages.first_tensor(output)
+        self.left = stand_ins.first_tensor(output)
         return output
 
-    monkeypatch.setattr(stages._Through, "forward", given)
+    monkeypatch.setattr(stand_ins.Through, "forward", given)
     with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be divided into pipeline stages"):
         prove("granite", PP2, fields={"embedding_multiplier": 3.0})
     monkeypatch.setattr("nemo_rl.models.dtensor.build.try_division", lambda probe_model: None)
