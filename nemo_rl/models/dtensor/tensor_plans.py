@@ -191,7 +191,8 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     added |= _recurrent(hf)
     # # A pipeline stage may lack a kind of layer, and recurrent layers have styles of their own.
     names = [name for name, _ in (*hf.named_modules(), *hf.named_parameters())]
-    present = {_pattern(name) for name in names if not name.startswith(tuple(f"{each}." for each in find_mixers(hf)))}
+    of_mixers = tuple(f"{name}." for name in find_mixers(hf))
+    present = {_pattern(name) for name in names if not name.startswith(of_mixers)}
     brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added and name in present}
     plan = _read(brought, type(hf).__name__) | added
     if not any(style.how == "row" for style in plan.values()):

@@ -10,6 +10,7 @@ import torch
 from architectures import random_model
 from policy_helpers import policy_config
 from processes_for_tests import wait_until_gone
+from recurrent_models import recurrent_model
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
@@ -55,9 +56,12 @@ def test_a_mesh_without_model_parallelism_needs_no_proof(never_asked) -> None:
     prove_mesh(policy, ParallelLayout(dp_shard=4, dp_replicate=2), random_model("llama").config)
 
 
-def test_packed_rows_are_proven_on_one_rank(cache) -> None:
+def test_packed_rows_of_layers_that_are_no_plain_attention_are_proven_on_one_rank(cache) -> None:
     packed = {"sequence_packing": {"enabled": True}}
     prove("qwen3", {}, **packed)
+    assert not (cache / "nemo_rl" / "proven_meshes").exists()
+    policy = policy_config("unused", **packed)
+    prove_mesh(policy, layout_of(policy), recurrent_model("lfm2").config)
     assert len([*(cache / "nemo_rl" / "proven_meshes").iterdir()]) == 1
     with pytest.raises(ConfigError, match=r"^policy: Llama4ForCausalLM uses chunked attention.*enabled=false"):
         prove("llama4_text", {}, **packed)
