@@ -139,8 +139,8 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     reads_images = reads_more_than_text(whole) or model.model_type.startswith("qwen3_5")
     if reads_images and importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
-            f"policy.model_name={policy.model_name!r}: vLLM's class for {whole.model_type} reads images and needs "
-            "torchvision, also if it gets text alone. Set policy.generation.backend=hf, or install torchvision."
+            f"policy.model_name={policy.model_name!r}: vLLM needs torchvision for its class of {whole.model_type}, "
+            "which reads images, also if it gets text alone. Set policy.generation.backend=hf, or install torchvision."
         )
     rope = getattr(model, "rope_parameters", None) or {}
     has_heads = getattr(model, "num_attention_heads", None)
