@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT / "tools"), str(MODELS_TESTS)]
 from parity.models import ARCHITECTURES  # noqa: E402
 from parity.page import read_table  # noqa: E402
 
+from nemo_rl.commands.doctor.model_cells import MESHES  # noqa: E402
 from nemo_rl.models.dtensor.tensor_plans import OWN, plan_for  # noqa: E402
 from nemo_rl.models.megatron.model.families import MODEL_TYPES  # noqa: E402
 from nemo_rl.utils.errors import ConfigError  # noqa: E402
@@ -274,8 +275,7 @@ refused; the doctor prints the reasons. `python tools/model_trials.py` makes the
 
 """
 
-_MESHES = ("one rank", "TP 2", "TP 2 with SP", "CP 2", "PP 2", "EP 2", "TP 2 x PP 2")
-_TRIAL_COLUMNS = ("model type", *_MESHES, "shared prompts", "LoRA", "Megatron Core", "tried")
+_TRIAL_COLUMNS = ("model type", *MESHES, "shared prompts", "LoRA", "Megatron Core", "tried")
 
 _COLUMNS = (
     *("model type", "packed rows", "plan", "tensor parallel", "context parallel", "pipeline", "expert parallel"),
@@ -309,7 +309,7 @@ def trial_rows() -> Iterator[tuple[str, ...]]:
         cells = {f"{part}, {what}": (result, difference) for part, what, result, difference, _ in row["cells"]}
         if not cells:
             continue
-        of_meshes = [_both(cells, "training", mesh) for mesh in _MESHES]
+        of_meshes = [_both(cells, "training", mesh) for mesh in MESHES]
         shared = _number(cells.get("training, one rank, shared prompts"))
         adapted = _number(cells.get("LoRA, one rank, packed"))
         yield (f"`{kind}`", *of_meshes, shared, adapted, _both(cells, "Megatron Core", "one rank"), row["date"])

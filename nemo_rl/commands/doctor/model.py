@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from nemo_rl.commands.doctor.model_cells import Cell, TrialResult, train_cell, trials
+from nemo_rl.commands.doctor.report import standard_output
 from nemo_rl.commands.doctor.small_copy import saved_small_copy
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.loading.algorithms import ALGORITHMS
@@ -27,8 +28,6 @@ from nemo_rl.models.huggingface.load import load_model_config, require_text_mode
 from nemo_rl.models.huggingface.sizes import longest_context
 from nemo_rl.utils.errors import ConfigError
 
-_WIDTH = 160
-"""Width in characters if the output is not a terminal."""
 _LENGTH = 512
 _STYLES = {
     TrialResult.RIGHT: "green",
@@ -118,7 +117,7 @@ def _write_json(question: Question, cells: Sequence[Cell]) -> None:
 
 
 def _write_table(question: Question, cells: Sequence[Cell]) -> None:
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH)
+    console = standard_output()
     console.print(f"{question.policy.model_name}: {question.model.model_type}, tried on a small model of this type")
     table = Table(box=SIMPLE_HEAD)
     for title in ("part", "setting", "result", "difference", "seconds", "reason or dtype"):

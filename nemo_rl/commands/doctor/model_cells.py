@@ -28,7 +28,7 @@ _DEADLINE_S = 1200.0
 
 
 class TrialResult(StrEnum):
-    """TrialResult of a trial."""
+    """Result of a trial."""
 
     RIGHT = "right"
     REFUSED = "refused"

@@ -36,10 +36,15 @@ def write_json(findings: Sequence[Finding]) -> None:
     sys.stdout.write(json.dumps(content, indent=2) + "\n")
 
 
+def standard_output() -> Console:
+    """Return a console for standard output, which is wide if the output is not a terminal."""
+    is_file = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(file=sys.stdout, width=_FILE_WIDTH if is_file else None)
+
+
 def write_table(findings: Sequence[Finding]) -> None:
     """Write one line per finding, then the details, then the counts, to standard output."""
-    is_file = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    console = Console(file=sys.stdout, width=_FILE_WIDTH if is_file else None)
+    console = standard_output()
     with_nodes = any(finding.node for finding in findings)
     table = Table(box=SIMPLE_HEAD)
     for title in ("check", *(["node"] if with_nodes else []), "status", "found", "what to do"):

@@ -4,19 +4,16 @@ Both read the copy as they read a checkpoint of a hub. Invariant: the reference 
 process, and everything else runs in child processes with deadlines.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -29,6 +26,7 @@ from nemo_rl.config import ClusterConfig, MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.build import Found
 from nemo_rl.models.dtensor.proof.children import Failure, answers
+from nemo_rl.models.dtensor.proof.mesh_proof import join_ranks
 from nemo_rl.models.dtensor.proof.numbers import Reference, Task, one_process
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings
@@ -155,10 +153,8 @@ def _megatron_difference(task: Task) -> dict[str, float]:
     from nemo_rl.models.megatron.backend import MegatronBackend
 
     reference = one_process(task)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory(prefix="nrl-small-") as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=_DEADLINE_S))
+        join_ranks(Path(folder) / "store", 0, 1)
         backend = MegatronBackend(task.policy, _CPU, ParallelLayout(), init_reference_model=False)
         return _converted(backend, Path(task.policy.model_name)) | _trained(backend, task, reference)
 

@@ -100,7 +100,6 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
         )
     context = longest_sequence(config)
     fix_rotary_frequencies(hf, context)
-    use_configured_time_steps(hf)
     found = decide_on_rank0(lambda: try_out(small_probe_model(hf), context, config))
     return Built(adapted(hf, config, found, seed), lazy_weights, found.shares_prompts)
 
@@ -113,7 +112,7 @@ def longest_sequence(config: PolicyConfig) -> int:
 
 
 def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) -> CausalLMWithLogprobs | RewardModel:
-    """Wrap a model after setting its attention, freezing modules for images or sound, and adding adapters.
+    """Wrap a model after setting its attention and limits, freezing modules for images or sound, and adding adapters.
 
     Args:
         hf: the unsharded model, with or without weights.
@@ -124,6 +123,7 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
         ConfigError: the model's head cannot be divided, or the model lacks the layers to adapt.
     """
     set_attention(hf, found.attention)
+    use_configured_time_steps(hf)
     set_outputs_of_layers(hf, found.layer_outputs)
     if config.sequence_packing.enabled or config.dtensor_cfg.context_parallel_size > 1:
         respect_borders(hf)

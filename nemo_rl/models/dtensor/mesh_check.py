@@ -33,7 +33,6 @@ from nemo_rl.models.capacity.memory_trace import (
 from nemo_rl.models.capacity.tower_trace import trace_tower
 from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
 from nemo_rl.models.dtensor.routers import configured_coefficient, in_a_pipeline
-from nemo_rl.models.huggingface.recurrent import has_states
 from nemo_rl.models.training.mesh_rules import (
     Divided,
     Mesh,
@@ -97,14 +96,8 @@ def needs_proof(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedC
     """
     text = model.get_text_config()
     divided = layout.num_ranks > layout.data_parallel_size or layout.ep > 1
-    packed = policy.sequence_packing.enabled and text is model and _mixes_tokens_otherwise(text)
+    packed = policy.sequence_packing.enabled and text is model and bool(mixing_layers(text))
     return divided or packed or "dynamic" in str(getattr(text, "rope_parameters", None))
-
-
-def _mixes_tokens_otherwise(text: PretrainedConfig) -> bool:
-    """Return whether a model has layers with states or with a mask that is more than a window."""
-    kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-    return bool(kinds) or has_states(text) or getattr(text, "attention_chunk_size", None) is not None
 
 
 def _check_tensor(mesh: Mesh) -> Findings:

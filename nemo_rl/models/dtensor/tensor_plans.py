@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.huggingface.layers import body
-from nemo_rl.models.huggingface.mixers import HeadPart, find_mixers
+from nemo_rl.models.huggingface.mixers import HeadPart, Mixer, find_mixers
 from nemo_rl.models.huggingface.probe_model import CANNOT_BE_MADE
 from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
@@ -188,10 +188,11 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     prefix = f"{next(name for name, module in hf.named_modules() if module is body(hf))}."
     own = OWN.get(hf.config.get_text_config().model_type)
     added = {prefix + name: style for name, style in own(hf.config.get_text_config()).items()} if own else {}
-    added |= _recurrent(hf)
+    mixers = find_mixers(hf)
+    added |= _recurrent(mixers)
     # # A pipeline stage may lack a kind of layer, and recurrent layers have styles of their own.
     names = [name for name, _ in (*hf.named_modules(), *hf.named_parameters())]
-    of_mixers = tuple(f"{name}." for name in find_mixers(hf))
+    of_mixers = tuple(f"{name}." for name in mixers)
     present = {_pattern(name) for name in names if not name.startswith(of_mixers)}
     brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added and name in present}
     plan = _read(brought, type(hf).__name__) | added
@@ -204,13 +205,13 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     return plan | _vocabulary(hf)
 
 
-def _recurrent(hf: PreTrainedModel) -> dict[str, Style]:
+def _recurrent(mixers: Mapping[str, Mixer]) -> dict[str, Style]:
     """Return styles that divide the recurrent layers by their heads.
 
     Names have layer numbers, because other layers may have modules of the same names.
     """
     found: dict[str, Style] = {}
-    for name, mixer in find_mixers(hf).items():
+    for name, mixer in mixers.items():
         styles = {
             child: Style("column", heads=parts, dim=mixer.axes.get(child)) for child, parts in mixer.columns.items()
         }

@@ -58,6 +58,8 @@ class Mixer:
     """Linear layers, convolutions and parameters whose outputs or rows belong to heads: the parts of their rows."""
     out: str
     """Linear layer from the channels back to the hidden size."""
+    products: int = 0
+    """Number of multiplications of a token with the states of all heads, in the recurrent form (`sizes`)."""
     sums: tuple[str, ...] = ()
     """Linear layers from the channels to numbers that all heads use."""
     norms: Mapping[str, int] = field(default_factory=dict)
@@ -144,7 +146,8 @@ def _delta_net(mixer: Any) -> Mixer:
         "conv_dim": partial(_own, channels),
     }
     columns = {name: parts for name, parts in known.items() if hasattr(mixer, name)}
-    return Mixer(heads, columns, "out_proj" if hasattr(mixer, "out_proj") else "o_proj", sizes=sizes)
+    products = 3 * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
+    return Mixer(heads, columns, "out_proj" if hasattr(mixer, "out_proj") else "o_proj", products, sizes=sizes)
 
 
 def _kimi_delta(mixer: Any) -> Mixer:
@@ -157,7 +160,8 @@ def _kimi_delta(mixer: Any) -> Mixer:
         "conv1d": (channels,) * 3,
     }
     sizes: Sizes = {"num_heads": heads.own, "qkv_dim": channels.own, "conv_dim": partial(_own, (channels,) * 3)}
-    return Mixer(heads, columns, "o_proj", axes={"forget_gate.A_log": 2}, sizes=sizes)
+    products = 3 * mixer.qkv_dim * mixer.head_dim
+    return Mixer(heads, columns, "o_proj", products, axes={"forget_gate.A_log": 2}, sizes=sizes)
 
 
 def _mamba_2(mixer: Any) -> Mixer:
@@ -182,7 +186,12 @@ def _mamba_2(mixer: Any) -> Mixer:
     }
     has_norm = next(mixer.norm.parameters(), None) is not None
     norms = {"norm": _groups_of_norm(mixer.norm, mixer.intermediate_size)} if has_norm else {}
-    return Mixer(heads, columns, "out_proj", norms=norms, sizes=sizes)
+    return Mixer(heads, columns, "out_proj", _products_of_mamba(mixer), norms=norms, sizes=sizes)
+
+
+def _products_of_mamba(mixer: Any) -> int:
+    products: int = 2 * mixer.intermediate_size * mixer.ssm_state_size
+    return products
 
 
 def _groups_of_norm(norm: Any, channels: int) -> int:
@@ -198,7 +207,7 @@ def _mamba_1(mixer: Any) -> Mixer:
         **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), (channels,)),
     }
     sizes: Sizes = {"intermediate_size": channels.own}
-    return Mixer(channels, columns, "out_proj", sums=("x_proj",), sizes=sizes)
+    return Mixer(channels, columns, "out_proj", _products_of_mamba(mixer), sums=("x_proj",), sizes=sizes)
 
 
 def _mamba_1_of_heads(mixer: Any) -> Mixer:
@@ -210,7 +219,8 @@ def _mamba_1_of_heads(mixer: Any) -> Mixer:
         **dict.fromkeys(("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"), (heads,)),
     }
     sizes: Sizes = {"intermediate_size": channels.own, "n_mamba_heads": heads.own}
-    return Mixer(HeadPart(mixer.mamba_head_dim, 1, shared=True), columns, "out_proj", sizes=sizes)
+    scanned = HeadPart(mixer.mamba_head_dim, 1, shared=True)
+    return Mixer(scanned, columns, "out_proj", _products_of_mamba(mixer), sizes=sizes)
 
 
 def _short_convolution(mixer: Any) -> Mixer:

@@ -33,6 +33,7 @@ from torch import nn
 from nemo_rl.files.regular_file import open_regular
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
 from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.huggingface.mixers import mixer_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -260,12 +261,9 @@ def _of_states(modules: Iterable[Any]) -> Iterator[int]:
         ValueError: the sizes of a layer with decays (`A_log`) are not known.
     """
     for module in modules:
-        if hasattr(module, "head_k_dim"):  # gated delta net
-            yield 3 * module.num_v_heads * module.head_k_dim * module.head_v_dim
-        elif hasattr(module, "qkv_dim") and hasattr(module, "conv_dim"):  # Kimi delta attention
-            yield 3 * module.qkv_dim * module.head_dim
-        elif hasattr(module, "ssm_state_size"):  # Mamba
-            yield 2 * module.intermediate_size * module.ssm_state_size
+        mixer = mixer_of(module)
+        if mixer is not None:
+            yield mixer.products
         elif hasattr(module, "slope_rate"):  # lightning attention
             yield 2 * module.num_attention_heads * module.head_dim**2
         elif hasattr(module, "rg_lru") or (hasattr(module, "A_log") and hasattr(module, "conv1d")):

@@ -300,11 +300,15 @@ def _compared(task: Any, dtype: torch.dtype) -> Proof | Failure:
 def _on_rank(task: Any, reference: Any, store: Path, rank: int) -> Any:
     from nemo_rl.models.dtensor.proof.numbers import on_mesh
 
+    join_ranks(store, rank, task.layout.num_ranks)
+    return on_mesh(task, reference)
+
+
+def join_ranks(store: Path, rank: int, size: int) -> None:
+    """Make this process a rank of a gloo group on this machine, whose ranks meet through a new file."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    size = task.layout.num_ranks
     limit = timedelta(seconds=_RANKS_S)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=limit)
-    return on_mesh(task, reference)
 
 
 def _largest(reference: Any, ranks: list[Any], proof: Proof) -> Proof | Failure:

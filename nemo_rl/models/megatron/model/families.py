@@ -17,6 +17,7 @@ from nemo_rl.models.megatron.model.family import (
     Hybrid,
     LayerTraits,
     Rotary,
+    attention_fields,
     decoder_fields,
     require,
     require_choice,
@@ -284,7 +285,7 @@ class NemotronH(Family):
         self._check(hf_config)
         experts = "moe" in hf_config.layers_block_type
         return (
-            self._attention(hf_config)
+            attention_fields(hf_config)
             | (self._experts(hf_config) if experts else {})
             | {
                 "num_layers": hf_config.num_hidden_layers,
@@ -325,16 +326,6 @@ class NemotronH(Family):
         require(hf, "sliding_window", hf.sliding_window is None, "attention sees all earlier tokens")
         divided = hf.mamba_num_heads % hf.n_groups == 0
         require(hf, "n_groups", divided, f"they do not divide the {hf.mamba_num_heads} heads of Mamba-2 layers")
-
-    def _attention(self, hf: PretrainedConfig) -> dict[str, Any]:
-        heads, groups = hf.num_attention_heads, hf.num_key_value_heads
-        require(hf, "num_key_value_heads", heads % groups == 0, f"they do not divide the {heads} heads of queries")
-        return {
-            "num_attention_heads": heads,
-            "num_query_groups": groups,
-            "kv_channels": hf.head_dim,
-            "attention_dropout": hf.attention_dropout,
-        }
 
     def _experts(self, hf: PretrainedConfig) -> dict[str, Any]:
         _check_sigmoid_router(hf)

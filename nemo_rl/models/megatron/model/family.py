@@ -100,21 +100,27 @@ class Family:
 
 def decoder_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of a decoder with RMS norms, gated MLPs and grouped-query attention."""
-    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    require(hf_config, "num_key_value_heads", heads % groups == 0, f"they do not divide the {heads} heads of queries")
-    return {
+    return attention_fields(hf_config) | {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
         "ffn_hidden_size": hf_config.intermediate_size,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": head_size(hf_config),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
+    }
+
+
+def attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of grouped-query attention."""
+    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    require(hf_config, "num_key_value_heads", heads % groups == 0, f"they do not divide the {heads} heads of queries")
+    return {
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": head_size(hf_config),
         "attention_dropout": hf_config.attention_dropout,
     }
 

@@ -124,11 +124,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., hidden_size]` along the last dimension."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        wide = self._normalised(x)
         if self._centred_at_zero:
             return (wide * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
         return self.weight * wide.to(x.dtype)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        """Return `x` in float32 at least, divided by the root of its mean square."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
 
 
 class WideRMSNorm(RMSNorm):
@@ -136,8 +140,7 @@ class WideRMSNorm(RMSNorm):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        wide = self._normalised(x)
         return (self.weight.to(wide.dtype) * wide).to(x.dtype)
 
 
