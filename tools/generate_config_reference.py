@@ -10,7 +10,7 @@ import ast
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -51,8 +51,8 @@ _SECTIONS = """## Sections
 
 GRPO (`examples/run_grpo.py`) has the sections without the name of a script. The other algorithms have the same
 sections `policy`, `data`, `checkpointing`, `logger` and `cluster`, PPO and distillation also `env`, PPO also `loss_fn`.
-A section that is marked with their script replaces one of the same name. Parts of `teacher` and `value` that have no
-table are those of `policy`.
+A section that is marked with their script replaces one of the same name. Parts of `teacher`, `teachers.<name>` and
+`value` that have no table are those of `policy`.
 
 | page | sections |
 |---|---|
@@ -106,7 +106,11 @@ _PAGES = (
     _Page("cluster", "Machines and processes", ("cluster", "data_plane")),
     _Page("env", "Environments", ("env",)),
     _Page("judges", "Reward models and judges", ("env.reward_model", "env.llm_judge")),
-    _Page("grpo", "GRPO", ("loss_fn", "grpo", "async_rl", "reward_penalties", "effort_levels")),
+    _Page(
+        "grpo",
+        "GRPO",
+        ("loss_fn", "grpo", "async_rl", "reward_penalties", "effort_levels", "on_policy_distillation", "teachers"),
+    ),
     _Page("ppo", "PPO", (), ("ppo",)),
     _Page("supervised", "SFT, DPO and reward models", (), ("sft", "dpo", "rm")),
     _Page("distillation", "Distillation", (), ("distillation",)),
@@ -145,7 +149,7 @@ class _Block:
 
 def reference_pages() -> dict[str, str]:
     """Return the Markdown of each page by its path in docs/reference/."""
-    given = list(_blocks(GRPOMasterConfig, ""))
+    given = _without_repetitions(_blocks(GRPOMasterConfig, ""))
     blocks = [block for block in given if block.path]
     blocks += _other_blocks({(block.path, block.section) for block in given})
     pages = {INDEX: _HEAD + "\n" + _SECTIONS}
@@ -188,9 +192,16 @@ def _other_blocks(shown: set[tuple[str, type[BaseModel]]]) -> list[_Block]:
     return found
 
 
+def _without_repetitions(blocks: Iterable[_Block]) -> list[_Block]:
+    """Return the sections except those of other models that repeat sections of the policy."""
+    given = list(blocks)
+    shown = {(block.path, block.section) for block in given}
+    return [block for block in given if not _repeats_policy(block, shown)]
+
+
 def _repeats_policy(block: _Block, shown: set[tuple[str, type[BaseModel]]]) -> bool:
     """Return whether this is a section of another model that the page has already described for the policy."""
-    place = block.path.removeprefix("teacher.").removeprefix("value.")
+    place = re.sub(r"^(teacher|value|teachers\.<name>)\.", "", block.path)
     return place != block.path and (f"policy.{place}", block.section) in shown
 
 

@@ -3,6 +3,7 @@
 from nemo_rl.algorithms.credit.advantages import (
     GDPOAdvantageEstimator,
     GRPOAdvantageEstimator,
+    OPDAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,
 )
 from nemo_rl.algorithms.credit.token_credit import GeneralizedAdvantageEstimator, RawRewardAdvantageEstimator
@@ -11,6 +12,7 @@ __all__ = [
     "GDPOAdvantageEstimator",
     "GRPOAdvantageEstimator",
     "GeneralizedAdvantageEstimator",
+    "OPDAdvantageEstimator",
     "RawRewardAdvantageEstimator",
     "ReinforcePlusPlusAdvantageEstimator",
 ]

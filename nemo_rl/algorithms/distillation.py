@@ -6,10 +6,7 @@ and the treatment of rare tokens are options of the loss (`losses.supervised`). 
 change.
 """
 
-import logging
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,75 +14,48 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.recipe import Recipe, Sampling
 from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.source import check_source
-from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
+from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train_with_restarts as distillation_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import start_run
+from nemo_rl.algorithms.teachers import TeacherRoutes, TeacherScores, compare_vocabularies, role_of
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.losses.supervised import DistillationLossFn
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.seed import set_seed
 
-logger = logging.getLogger(__name__)
-
-SKIP_CHECK = "NRL_SKIP_DISTILLATION_TOKENIZER_CHECK"
-"""Environment variable that turns an error about different vocabularies into a warning. The name is that of NeMo RL."""
-_NUM_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class TeacherScores:
-    """Stage that adds the teacher's top-k logits to a batch (`runtime.run.Stage`)."""
-
-    teacher: ScoringModel
-    """The model that scores tokens."""
-    k: int
-    """Number of logits per token."""
-    vocab_size: int | None = None
-    """Only ids below this number are returned. None allows all ids."""
-    temperature: float = 1.0
-    """Temperature that divides the logits, as for the student."""
-
-    name = "teacher_logprob_inference"
-    roles = ("teacher",)
-
-    def apply(self, batch: StepBatch) -> dict[str, float]:
-        """Write `teacher_topk_logits` (float32, divided by the temperature) and `teacher_topk_indices`, `[B, T, k]`."""
-        scored = self.teacher.get_topk_logits(batch.tensors, self.k, vocab_size=self.vocab_size)
-        batch.tensors["teacher_topk_logits"] = scored["topk_logits"] / self.temperature
-        batch.tensors["teacher_topk_indices"] = scored["topk_indices"]
-        return {}
-
 
 def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerType) -> int | None:
-    """Compare the vocabularies of teacher and student, from their tokenizers and model configurations.
+    """Compare the vocabularies of teachers and student, from their tokenizers and model configurations.
 
     Args:
         tokenizer: The student's tokenizer.
 
     Returns:
-        The number of token ids that the teacher may use, or None if it may use all ids of its vocabulary.
+        The number of token ids that teachers may use, or None if they may use all ids of their vocabularies.
 
     Raises:
         ConfigError: The vocabularies differ, or k is larger than the vocabulary.
     """
-    student, teacher = config.policy, config.teacher
-    other = get_tokenizer(teacher.tokenizer, section="teacher")
-    compare_vocabularies(tokenizer, other, student.model_name, teacher.model_name)
-    num_student, num_teacher = _vocab_size(student, "policy"), _vocab_size(teacher, "teacher")
-    num_usable, k = min(num_student, num_teacher), config.distillation.topk_logits_k
+    student, k = config.policy, config.distillation.topk_logits_k
+    teachers = {name: role.section for name, role in config.models.items() if not role.trains}
+    num_teachers = []
+    for name, teacher in teachers.items():
+        other = get_tokenizer(teacher.tokenizer, section=name)
+        compare_vocabularies(tokenizer, other, student.model_name, teacher.model_name, name)
+        num_teachers.append(_vocab_size(teacher, name))
+    num_usable = min(_vocab_size(student, "policy"), *num_teachers)
     if k > num_usable:
         raise ConfigError(
             f"distillation.topk_logits_k={k} is more than the {num_usable} entries of the vocabulary. "
             f"Set it to at most {num_usable}."
         )
-    return num_usable if num_teacher > num_usable else None
+    return num_usable if max(num_teachers) > num_usable else None
 
 
 def check_vocab_equality(tokenizer: TokenizerType, student_model_name: str, teacher_model_name: str) -> None:
@@ -100,43 +70,6 @@ def check_vocab_equality(tokenizer: TokenizerType, student_model_name: str, teac
     """
     other = get_tokenizer(TokenizerConfig.build(name=teacher_model_name), section="teacher")
     compare_vocabularies(tokenizer, other, student_model_name, teacher_model_name)
-
-
-def compare_vocabularies(student: TokenizerType, teacher: TokenizerType, student_name: str, teacher_name: str) -> None:
-    """Check that every token has the same id in both tokenizers.
-
-    Raises:
-        ConfigError: A token has different ids. With the environment variable `SKIP_CHECK` this is only logged.
-    """
-    difference = _difference(student.get_vocab(), teacher.get_vocab())
-    if difference is None:
-        return
-    message = (
-        f"teacher.model_name={teacher_name!r} has another vocabulary than policy.model_name={student_name!r}: "
-        f"{difference}. Distillation compares probabilities token by token, so both need the same tokens under the "
-        "same ids: choose models of one family"
-    )
-    if os.environ.get(SKIP_CHECK, "0") not in ("", "0", "false"):
-        logger.warning("%s. Ignored, because %s is set.", message, SKIP_CHECK)
-        return
-    raise ConfigError(f"{message}, or set {SKIP_CHECK}=1 if the tokens that differ never occur.")
-
-
-def _difference(student: Mapping[str, int], teacher: Mapping[str, int]) -> str | None:
-    """Describe how two vocabularies differ, or return None if they do not."""
-    if student == teacher:
-        return None
-    tokens = sorted({*student, *teacher}, key=lambda token: (student.get(token, -1), teacher.get(token, -1)))
-    differing = [token for token in tokens if student.get(token) != teacher.get(token)]
-    examples = ", ".join(
-        f"{token!r} is {_id(teacher, token)} for the teacher and {_id(student, token)} for the student"
-        for token in differing[:_NUM_SHOWN]
-    )
-    return f"{len(differing)} of {len(tokens)} tokens differ, e.g. {examples}"
-
-
-def _id(vocabulary: Mapping[str, int], token: str) -> str:
-    return f"id {vocabulary[token]}" if token in vocabulary else "unknown"
 
 
 def _vocab_size(model: PolicyConfig, section: str) -> int:
@@ -179,8 +112,12 @@ def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) ->
     check_source(config.distillation.rollout_source, "distillation.rollout_source")
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
-        k = config.distillation.topk_logits_k
-        return [TeacherScores(roles["teacher"], k, vocab_size, temperature=generation.temperature)]
+        k, names = config.distillation.topk_logits_k, config.teachers
+        if not names:
+            return [TeacherScores(roles["teacher"], k, vocab_size, generation.temperature)]
+        routes = TeacherRoutes({name: role_of(name) for name in names}, "teacher")
+        teachers = ["teacher", *map(role_of, names)]
+        return [TeacherScores(roles[role], k, vocab_size, generation.temperature, role, routes) for role in teachers]
 
     return Recipe(
         tokenizer=tokenizer,

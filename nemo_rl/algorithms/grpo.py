@@ -31,6 +31,7 @@ from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
 from nemo_rl.algorithms.scoring import forward_passes, policy_scoring
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import start_run
+from nemo_rl.algorithms.teachers import TEACHER_LOGPROBS, check_teachers_fit, teacher_stages
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import (
     AsyncGRPOConfig,
@@ -134,12 +135,15 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     review = ReviewSettings(config.reward_penalties, config.effort_levels, marks_malformed)
     review.make(tokenizer)  # raises errors of the review's settings before Ray starts
     needs_prev, needs_reference = forward_passes(config, loss_fn, for_credit=credit.needs_logprobs)
+    needs_prev = needs_prev or bool(config.teachers)
+    check_teachers_fit(config, tokenizer)
     data = user_parts.data(
         config, lambda: response_data(tokenizer, config, user_parts.running_environments), sampled=True
     )
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
-        return [policy_scoring(config, roles["policy"], needs_prev, needs_reference), credit]
+        scoring = policy_scoring(config, roles["policy"], needs_prev, needs_reference)
+        return [scoring, *teacher_stages(config, roles), credit]
 
     data = with_effort_levels(data, config.effort_levels, grpo.seed, tokenizer, config.data)
     check_source(grpo.rollout_source, "grpo.rollout_source")
@@ -149,7 +153,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
         loss_fn=loss_fn,
         roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
-        sampling=Sampling(environments=user_parts.running_environments, review=review),
+        sampling=Sampling(not config.teachers, user_parts.running_environments, review),
     )
 
 
@@ -209,6 +213,9 @@ class CreditAssignment:
         if self.needs_logprobs:
             extras["logprobs_policy"] = joined.join(batch["prev_logprobs"])
             extras["logprobs_reference"] = joined.join(batch["reference_policy_logprobs"])
+        if TEACHER_LOGPROBS in batch:
+            extras["logprobs_policy"] = joined.join(batch["prev_logprobs"])
+            extras["logprobs_teacher"] = joined.join(batch[TEACHER_LOGPROBS])
         advantages_BT = self._estimator.compute_advantage(None, rewards_B, mask_BT, **extras)
         self._set_fixed(advantages_BT, mask_BT, trajectories)
         advantages_RT = joined.cut(advantages_BT)
@@ -218,7 +225,9 @@ class CreditAssignment:
         extremes = spread("advantages", advantages_RT, mask_RT, rows.advantage_counts())
         self._warn_of_outlier(max(extremes["advantages/max"], -extremes["advantages/min"]))
         return {
-            "filtered_reward": float(masked_mean(rewards_B, joined.largest(batch["sample_mask"]))),
+            "filtered_reward": float(
+                masked_mean(rewards_B, joined.largest(batch["sample_mask"]) * extras["valid_mask"])
+            ),
             **extremes,
             **effort_metrics(trajectories, self._effort_levels, effort_penalty_B),
         }

@@ -30,6 +30,7 @@ affects neither loss nor gradient.
 Legend: `B` samples, `T` predicted positions, `k` teacher tokens.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,8 +94,8 @@ class DistillationLossFn:
     def __init__(self, cfg: DistillationLossConfig | Mapping[str, Any]) -> None:
         cfg = DistillationLossConfig.of(cfg)
         self.cfg = cfg
-        weights = {"forward": 1.0, "reverse": 0.0, "mixed": cfg.mixed_kl_weight}
-        self._forward_weight = weights[cfg.kl_type]
+        weights = {"forward": 1.0, "reverse": 0.0}
+        self._forward_weight = weights.get(cfg.kl_type, cfg.mixed_kl_weight)
 
     def __call__(
         self,
@@ -134,7 +135,9 @@ class DistillationLossFn:
             return masked_mean(values_BT, mask_BT, global_normalization_factor=global_valid_toks)
 
         weight = self._forward_weight
-        if reverse_BT is None:
+        if self.cfg.kl_type == "jensen_shannon":
+            loss = mean(self._jensen_shannon(student_topk_logprobs, teacher_topk_logprobs))
+        elif reverse_BT is None:
             if weight < 1:
                 raise ValueError("DistillationLossFn: zero_outside_topk with a reverse part needs H_all; got None.")
             loss = mean(forward_BT)
@@ -152,6 +155,23 @@ class DistillationLossFn:
         if H_all is not None:
             metrics["student_entropy"] = mean(-H_all.detach())
         return loss, metrics
+
+    def _jensen_shannon(self, student_BTk: Tensor, teacher_BTk: Tensor) -> Tensor:
+        """Return the generalised Jensen-Shannon divergence at each position (GKD, arXiv 2306.13649, section 2).
+
+        It is `w KL(q || m) + (1 - w) KL(p || m)` with `m = w q + (1 - w) p`, teacher q and student p. With
+        `zero_outside_topk`, q is 0 outside S, where `p log(p / m) = -p log(1 - w)`.
+        """
+        weight = self._forward_weight
+        log_q_BTk = torch.log_softmax(teacher_BTk.to(student_BTk.dtype), dim=-1)
+        log_p_BTk = student_BTk if self.cfg.zero_outside_topk else torch.log_softmax(student_BTk, dim=-1)
+        p_BTk = log_p_BTk.exp()
+        log_m_BTk = torch.logaddexp(log_q_BTk + math.log(weight), log_p_BTk + math.log(1 - weight))
+        forward_BT = (log_q_BTk.exp() * (log_q_BTk - log_m_BTk)).sum(-1)
+        reverse_BT = (p_BTk * (log_p_BTk - log_m_BTk)).sum(-1)
+        if self.cfg.zero_outside_topk:
+            reverse_BT = reverse_BT - (1 - p_BTk.sum(-1)) * math.log(1 - weight)
+        return weight * forward_BT + (1 - weight) * reverse_BT
 
     def _divergences(
         self, student_BTk: Tensor, teacher_BTk: Tensor, H_all_BT: Tensor | None

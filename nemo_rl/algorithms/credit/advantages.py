@@ -46,6 +46,7 @@ class AdvantageExtras(TypedDict, total=False):
     turn_spans: Tensor  # [B, N, 2] int64, first token and end of each response turn in the row; 0 after the last turn
     logprobs_policy: Tensor  # [B, T]
     logprobs_reference: Tensor  # [B, T]
+    logprobs_teacher: Tensor  # [B, T], of the teacher of each sample; in runs with teachers
 
 
 class AdvantageEstimator(Protocol):
@@ -291,6 +292,50 @@ class ReinforcePlusPlusAdvantageEstimator:
         return penalty_BT.flip(-1).cumsum(-1).flip(-1) if self.kl_to_go else penalty_BT
 
 
+class OPDAdvantageEstimator:
+    """On-policy distillation from the sampled tokens: `A_t = w (log q(y_t) - log p(y_t))`, for teacher q and policy p.
+
+    The policy gradient of these advantages is the gradient of `-w KL(p || q)` at each token, in expectation over its
+    samples (MiniLLM, arXiv 2306.08543, equation 3, without the rewards of later tokens). With `reward_advantages`, the
+    advantages of the rewards are added.
+    """
+
+    needs_logprobs = False
+
+    def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
+        self.weight = estimator_config.teacher_weight
+        name = estimator_config.reward_advantages
+        self.of_rewards: AdvantageEstimator | None = None
+        if name != "none":
+            built_in: Callable[..., AdvantageEstimator] = ESTIMATORS.class_of(name, "grpo.adv_estimator")
+            self.of_rewards = built_in(estimator_config, loss_config)
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        **extras: Unpack[AdvantageExtras],
+    ) -> Tensor:
+        """Compute advantages, which require `logprobs_teacher` and `logprobs_policy`.
+
+        Samples without a reward have the advantage of their teacher only.
+
+        Raises:
+            DataError: The log-probabilities were not given.
+        """
+        if "logprobs_teacher" not in extras or "logprobs_policy" not in extras:
+            raise DataError(
+                "grpo.adv_estimator.name=opd needs logprobs_teacher [B, T] and logprobs_policy [B, T]; they were not "
+                "given."
+            )
+        gap_BT = extras["logprobs_teacher"].double() - extras["logprobs_policy"].double()
+        advantages_BT = torch.where(mask != 0, self.weight * gap_BT, 0.0)
+        if self.of_rewards is not None:
+            advantages_BT = advantages_BT + self.of_rewards.compute_advantage(prompt_ids, rewards, mask, **extras)
+        return advantages_BT.to(rewards.dtype)
+
+
 class ClippedAdvantageEstimator:
     """Advantages of another estimator, clipped to `[low, high]`. A limit that is None is not applied."""
 
@@ -321,6 +366,7 @@ ESTIMATORS: Registry[AdvantageEstimator] = Registry(
         "rloo": f"{__name__}.RLOOAdvantageEstimator",
         "gdpo": f"{__name__}.GDPOAdvantageEstimator",
         "reinforce_plus_plus": f"{__name__}.ReinforcePlusPlusAdvantageEstimator",
+        "opd": f"{__name__}.OPDAdvantageEstimator",
     },
     attributes=("needs_logprobs",),
 )

@@ -15,10 +15,12 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.megatron import check_megatron, check_megatron_schedule
 from nemo_rl.config.rules.topology import Role, divide_cluster, model_ranks, parallel_sizes, without_devices
 from nemo_rl.config.schema.algorithms.distillation import DistillationLossConfig, TeacherConfig
+from nemo_rl.config.schema.algorithms.grpo import BUILT_IN_ESTIMATORS, GRPOConfig
+from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.judges import JudgeEngineConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
 def check_backend(section: str, policy: PolicyConfig) -> Findings:
@@ -249,21 +251,80 @@ def _check_gpus(judges: Judges, cluster: ClusterConfig) -> Findings:
         yield f"{given} {verb} no device for the policy: cluster.{key}={has}. Lower it, or use more devices."
 
 
-def check_teacher(teacher: TeacherConfig) -> Findings:
-    """Check that the teacher is a language model without adapters. `second_models` makes the other checks."""
+def check_teacher(place: str, teacher: TeacherConfig) -> Findings:
+    """Check that a teacher is a language model without adapters. `check_second_models` makes the other checks."""
     for key in teacher.adapter_keys:
-        yield f"teacher.{key}.enabled=true adds untrained adapters. Set it to false."
+        yield f"{place}.{key}.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:
-        yield "teacher.reward_model_cfg.enabled=true makes a model that scores whole answers. Set it to false."
+        yield f"{place}.reward_model_cfg.enabled=true makes a model that scores whole answers. Set it to false."
+
+
+def check_teachers(
+    given: OnPolicyDistillationConfig, teachers: Mapping[str, TeacherConfig], grpo: GRPOConfig, policy: PolicyConfig
+) -> Findings:
+    """Check that a GRPO run with teachers uses their scores, and that each name of a teacher belongs to one.
+
+    Args:
+        teachers: all teachers of the run, by name.
+    """
+    uses, place = grpo.adv_estimator.name == "opd", "on_policy_distillation"
+    named = given.teacher_model_by_agent_name
+    if uses and not teachers:
+        yield (
+            "grpo.adv_estimator.name=opd needs teachers. Set on_policy_distillation.enabled=true and "
+            "on_policy_distillation.teacher_model_by_agent_name, for example {math: <folder>}."
+        )
+    if teachers and grpo.adv_estimator.name in BUILT_IN_ESTIMATORS and not uses:
+        yield (
+            f"{place} or teachers names teachers, whose scores grpo.adv_estimator.name={grpo.adv_estimator.name} does "
+            "not use. Set grpo.adv_estimator.name=opd, or leave the teachers out."
+        )
+    if named and not given.enabled:
+        yield f"{place}.enabled=false, but {place}.teacher_model_by_agent_name names teachers. Set it to true."
+    known = given.routes(teachers)
+    for key, names in (
+        ("default_teacher_alias", [given.default_teacher_alias] if given.default_teacher_alias else []),
+        ("non_colocated_teachers.teacher_overrides", list(given.non_colocated_teachers.teacher_overrides)),
+    ):
+        for name in (name for name in names if name not in known):
+            yield f"{place}.{key} names {name!r}, which is no teacher.{did_you_mean(name, known)}"
+    for name, teacher in teachers.items():
+        yield from check_teacher(f"teachers.{name}", teacher)
+    if uses:
+        yield from _check_scores_of_teachers(grpo, policy)
+
+
+def _check_scores_of_teachers(grpo: GRPOConfig, policy: PolicyConfig) -> Findings:
+    """Check that log-probabilities of teachers and policy can be compared, and that no key needs rewards in vain."""
+    generation, alone = policy.generation, grpo.adv_estimator.reward_advantages == "none"
+    key = "grpo.adv_estimator.name=opd"
+    if generation is not None and (generation.top_p != 1 or generation.top_k not in (None, -1, 0)):
+        yield (
+            f"{key} compares log-probabilities of teacher and policy over the whole vocabulary, but the policy samples "
+            f"from a part of it: policy.generation.top_p={generation.top_p:g} and top_k={generation.top_k}. Set "
+            "top_p=1 and top_k=null."
+        )
+    if alone and grpo.use_dynamic_sampling:
+        yield (
+            f"grpo.use_dynamic_sampling=true keeps prompts whose rewards differ, but {key} with "
+            "grpo.adv_estimator.reward_advantages=none trains without rewards. Set it to false."
+        )
 
 
 def check_distillation_loss(loss: DistillationLossConfig) -> Findings:
     """Check that the weight of the mixed loss keeps both of its parts."""
-    if loss.kl_type == "mixed" and loss.mixed_kl_weight in (0.0, 1.0):
-        alone = "forward" if loss.mixed_kl_weight == 1 else "reverse"
+    if loss.mixed_kl_weight not in (0.0, 1.0):
+        return
+    alone = "forward" if loss.mixed_kl_weight == 1 else "reverse"
+    if loss.kl_type == "mixed":
         yield (
             f"loss_fn.mixed_kl_weight={loss.mixed_kl_weight:g} leaves only the {alone} part of loss_fn.kl_type=mixed. "
             f"Set loss_fn.kl_type={alone}, or a weight between 0 and 1."
+        )
+    if loss.kl_type == "jensen_shannon":
+        yield (
+            f"loss_fn.mixed_kl_weight={loss.mixed_kl_weight:g} makes the divergence of loss_fn.kl_type=jensen_shannon "
+            "always 0. Set a weight between 0 and 1."
         )
 
 

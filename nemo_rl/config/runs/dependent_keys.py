@@ -1,5 +1,6 @@
 """Fill in, once and in this order, the keys of a typed configuration that follow from other keys.
 
+    teachers on_policy_distillation -> teachers
     paths    inputs that exist -> their absolute paths, because workers have other working directories
     parsers  generation.vllm_cfg.http_server_serving_chat_kwargs and its plugins -> environments with agents
     budgets  tokens of a microbatch, if they are less than one sample takes -> the tokens of one sample
@@ -33,6 +34,7 @@ from nemo_rl.config.rules.topology import plan_topology, trained
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, PPOMasterConfig, RolloutMasterConfig
 from nemo_rl.config.runs.run import RunConfig
+from nemo_rl.config.runs.teachers import teacher_sections
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig, AsyncRLConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingConfig, RolloutTrainingConfig
@@ -53,6 +55,8 @@ def fill_dependent_keys(config: RunConfig) -> None:
     if isinstance(config, RolloutMasterConfig) and config.logger.record_modules:
         section = config.policy.dtensor_cfg
         section.compile_layers = bool(section.compile_layers)  # compiled layers do not call modules
+    if isinstance(config, GRPOMasterConfig):
+        config.teachers = teacher_sections(config.on_policy_distillation, config.teachers, config.policy)
     _fill_paths(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))

@@ -18,6 +18,7 @@ from nemo_rl.config.rules.models import (
     check_placements,
     check_second_models,
     check_teacher,
+    check_teachers,
     left_by_judges,
 )
 from nemo_rl.config.rules.named_parts import check_named_parts, check_source_of_distillation, check_venvs
@@ -49,7 +50,6 @@ from nemo_rl.config.rules.training import (
 )
 from nemo_rl.config.runs.run import INHERITED, RunConfig
 from nemo_rl.config.schema.algorithms.distillation import (
-    CROSS_TOKENIZER,
     DistillationConfig,
     DistillationLossConfig,
     TeacherConfig,
@@ -60,6 +60,7 @@ from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
 from nemo_rl.config.schema.algorithms.ppo import MseValueLossConfig, PPOConfig, ValueConfig
 from nemo_rl.config.schema.algorithms.reward_penalties import EffortLevelConfig, RewardPenaltyConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingConfig, RolloutTrainingConfig
+from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig, DataPlaneConfig
 from nemo_rl.config.schema.data import DataConfig
@@ -82,7 +83,7 @@ class MasterConfig(RunConfig):
     """Whether rows of the algorithm may have images."""
     ignored: ClassVar[dict[str, str]] = {"sif_dir": "NeMo RL does not read it either"}
     later: ClassVar[dict[str, str]] = {
-        "on_policy_distillation": "multi-teacher on-policy distillation",
+        "on_policy_distillation": "advantages of teachers in an algorithm other than GRPO",
         _PENALTIES: "reward penalties of an algorithm other than GRPO",
     }
 
@@ -101,8 +102,12 @@ class MasterConfig(RunConfig):
 
     @property
     def models(self) -> dict[str, Role]:
-        """Return the models of the run by name, policy first. Each section of type `PolicyConfig` is a model."""
+        """Return the models of the run by name, policy first.
+
+        Each section of type `PolicyConfig` is a model, and each entry of the section `teachers`.
+        """
         sections = {name: section for name, section in self.items() if isinstance(section, PolicyConfig)}
+        sections |= {f"teachers.{name}": teacher for name, teacher in self.get("teachers", {}).items()}
         keeps = {"policy": self.keeps_reference}
         return {name: Role(section, section.trains, keeps.get(name, False)) for name, section in sections.items()}
 
@@ -120,10 +125,9 @@ class MasterConfig(RunConfig):
 
     @override
     def path_keys(self) -> Iterator[PathKey]:
-        for name, section in self.items():
-            if isinstance(section, PolicyConfig):
-                yield PathKey(name, section, "model_name")
-                yield from tokenizer_paths(f"{name}.tokenizer", section.tokenizer)
+        for name, role in self.models.items():
+            yield PathKey(name, role.section, "model_name")
+            yield from tokenizer_paths(f"{name}.tokenizer", role.section.tokenizer)
         for place, entry in (*named_entries(self.data), (INHERITED, self.data.default)):
             yield from (PathKey(place, entry, key) for key in ("data_path", "prompt_file", "system_prompt_file"))
 
@@ -298,7 +302,7 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
     """Configuration of `examples/run_grpo.py`."""
 
     reads_images: ClassVar[bool] = True
-    later: ClassVar[dict[str, str]] = {key: text for key, text in MasterConfig.later.items() if key != _PENALTIES}
+    later: ClassVar[dict[str, str]] = {}
 
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
     """The algorithm."""
@@ -308,6 +312,10 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
     """Penalties on the form of answers."""
     effort_levels: dict[str, EffortLevelConfig] = Field(default_factory=dict)
     """Levels of effort by name. Each prompt has one level. By default, there are none."""
+    on_policy_distillation: OnPolicyDistillationConfig = Field(default_factory=OnPolicyDistillationConfig)
+    """Teachers whose log-probabilities give advantages, and the samples that each of them scores."""
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Teachers with all keys of a model, by name. on_policy_distillation adds a teacher for each of its models."""
 
     @property
     def algorithm(self) -> GRPOConfig:
@@ -340,6 +348,7 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
             check_agents(self.env, self.grpo, self.cluster),
             check_reward_penalties(self.reward_penalties),
             check_effort_levels(self.effort_levels, self.grpo),
+            check_teachers(self.on_policy_distillation, self.teachers, self.grpo, self.policy),
         )
 
 
@@ -402,8 +411,6 @@ class DistillationMasterConfig(RolloutMasterConfig):
 
     cpu_config: ClassVar[str] = "examples/configs/distillation_math_cpu.yaml"
 
-    later: ClassVar[dict[str, str]] = MasterConfig.later | {"teachers": CROSS_TOKENIZER}
-
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     """The algorithm."""
     loss_fn: DistillationLossConfig = Field(default_factory=DistillationLossConfig)
@@ -412,6 +419,8 @@ class DistillationMasterConfig(RolloutMasterConfig):
     """The student: the model that is trained."""
     teacher: TeacherConfig
     """The teacher: the model that the student learns from."""
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Further teachers, by the environment (env_name) whose samples they score instead of teacher."""
     checkpointing: DistillationCheckpointingConfig = Field(default_factory=DistillationCheckpointingConfig)
     """Saving and resuming."""
 
@@ -432,7 +441,8 @@ class DistillationMasterConfig(RolloutMasterConfig):
             check_source_of_distillation(self.distillation.rollout_source),
             check_overlap("distillation", self.distillation, self.policy, self.cluster),
             check_rollout_runners(self.distillation, self.policy, self.cluster),
-            check_teacher(self.teacher),
+            check_teacher("teacher", self.teacher),
+            *(check_teacher(f"teachers.{name}", teacher) for name, teacher in self.teachers.items()),
             check_batches("distillation", self.distillation, self.policy, self.policy_cluster),
             check_lengths(self.policy, self.data),
             check_generation(self.policy, self.policy_cluster),

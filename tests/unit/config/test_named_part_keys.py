@@ -55,7 +55,6 @@ def test_every_algorithm_names_its_own_loss(algorithm, name):
             r"no such name \(did you mean 'grpo'\?\)\. Allowed: grpo or dr_grpo or",
         ),
         ("grpo", "grpo.rollout_source.name=replay", "Allowed: fresh or dynamic_sampling or the dotted path of a class"),
-        ("grpo", "grpo.adv_estimator.name=opd", "not built yet: Multi-teacher on-policy distillation"),
         (
             "grpo",
             "loss_fn.kwargs={a: 1}",

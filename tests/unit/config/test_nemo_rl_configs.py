@@ -202,12 +202,11 @@ NOT_BUILT = {
         "policy.generation.backend=trtllm",
         "policy.quant_cfg=a.yaml",
         "policy.dequantize_base_checkpoint=true",
-        "grpo.adv_estimator.name=opd",
         "async_rl.generation_router={enabled: true}",
         "data.train.allowed_problem_types=[a]",
         "data.custom_dataloader=a.b",
     ),
-    "distillation": ("teachers=[{model_name: a}]", "loss_fn.gold_loss=true", "loss_fn.vocab_topk=8192"),
+    "distillation": ("loss_fn.gold_loss=true", "loss_fn.vocab_topk=8192"),
     "eval": ("tokenizer.video={num_frames: 32}",),
 }
 

@@ -23,7 +23,7 @@ from nemo_rl.utils.errors import ConfigError
 pytestmark = pytest.mark.fast
 
 B, T, V, D = 6, 5, 11, 7
-ALL_KINDS = [(kind, zero) for kind in ("forward", "reverse", "mixed") for zero in (False, True)]
+ALL_KINDS = [(kind, zero) for kind in ("forward", "reverse", "mixed", "jensen_shannon") for zero in (False, True)]
 
 
 def loss_of(kind: str, zero: bool, weight: float = 0.3) -> DistillationLossFn:
@@ -67,6 +67,17 @@ class FromLogits:
         )
 
 
+def jensen_shannon(
+    weight: float, log_q: torch.Tensor, kept: torch.Tensor, log_p: torch.Tensor, *, whole: bool
+) -> torch.Tensor:
+    """Compute `w KL(q || m) + (1 - w) KL(p || m)` with `m = w q + (1 - w) p` from its definition."""
+    p = log_p.exp()
+    q = torch.zeros(V, dtype=torch.float64).scatter(0, kept, log_q.exp()) if whole else log_q.exp()
+    m = weight * q + (1 - weight) * p
+    of_teacher = sum(q[v] * (q[v] / m[v]).log() for v in range(len(q)) if q[v] > 0)
+    return weight * of_teacher + (1 - weight) * (p * (p / m).log()).sum()
+
+
 def by_hand(kind: str, zero: bool, weight: float, student: torch.Tensor, data: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the divergence from its definition with full-vocabulary distributions, token by token."""
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
@@ -86,6 +97,9 @@ def by_hand(kind: str, zero: bool, weight: float, student: torch.Tensor, data: d
                 log_p_kept = torch.log_softmax(student[b, t][kept], dim=-1)
                 forward = (log_q.exp() * (log_q - log_p_kept)).sum()
                 reverse = (log_p_kept.exp() * (log_p_kept - log_q)).sum()
+            if kind == "jensen_shannon":
+                total = total + jensen_shannon(weight, log_q, kept, log_p if zero else log_p_kept, whole=zero)
+                continue
             share = {"forward": 1.0, "reverse": 0.0, "mixed": weight}[kind]
             total = total + share * forward + (1 - share) * reverse
     return total / mask.sum()
@@ -112,8 +126,12 @@ def test_top_k_of_the_whole_vocabulary_gives_the_exact_divergence(kind, zero) ->
     log_p, log_q = torch.log_softmax(student, -1), torch.log_softmax(teacher[:, :-1], -1)
     forward = torch.nn.functional.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1)
     reverse = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
-    weight = {"forward": 1.0, "reverse": 0.0, "mixed": 0.3}[kind]
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    weight = {"forward": 1.0, "reverse": 0.0}.get(kind, 0.3)
+    if kind == "jensen_shannon":
+        log_m = (weight * log_q.exp() + (1 - weight) * log_p.exp()).log()
+        forward = torch.nn.functional.kl_div(log_m, log_q, log_target=True, reduction="none").sum(-1)
+        reverse = torch.nn.functional.kl_div(log_m, log_p, log_target=True, reduction="none").sum(-1)
     want = ((weight * forward + (1 - weight) * reverse) * mask).sum() / mask.sum()
     got, metrics = FromLogits(loss_of(kind, zero))(student, data, **denominators(data))
     assert got.item() == pytest.approx(want.item(), rel=1e-10)

@@ -62,11 +62,13 @@ class DistillationLossConfig(NamedPartConfig):
 
     name: Annotated[str, PartName(("distillation",))] = "distillation"
     """distillation: the divergence that the keys below describe; or the dotted path of a class."""
-    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
+    kl_type: Literal["forward", "reverse", "mixed", "jensen_shannon"] = "mixed"
     """forward: KL(teacher || student), which covers all tokens that the teacher finds likely; reverse: KL(student ||
-    teacher), which favours the teacher's most likely tokens; mixed: a weighted sum."""
+    teacher), which favours the teacher's most likely tokens; mixed: a weighted sum; jensen_shannon: both compared with
+    the weighted mean of teacher and student, which is bounded."""
     mixed_kl_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """With mixed: weight of the forward part; the reverse part has the remaining weight."""
+    """With mixed: weight of the forward part; the reverse part has the remaining weight. With jensen_shannon: also the
+    weight of the teacher in the mean."""
     zero_outside_topk: bool = False
     """true: treat the teacher's probability outside its top-k as 0, and compare over the whole vocabulary; false:
     compare both models only within the top-k."""

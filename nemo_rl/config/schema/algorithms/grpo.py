@@ -10,19 +10,19 @@ from pydantic import Field
 from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.names import PartName
 from nemo_rl.config.base.section import derived
-from nemo_rl.config.base.value_types import Number
+from nemo_rl.config.base.value_types import Factor, Number
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
-_BUILT = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus")
+BUILT_IN_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus", "opd")
 FROM_REWARDS = ("grpo", "dr_grpo", "rloo")
 """Built-in estimators that compute one advantage per sample from the rewards of its group. They can credit single
 turns. They do not need tokens, so they work with rollout runners."""
 
-AdvantageEstimatorName = Annotated[str, PartName(_BUILT, {"opd": "Multi-teacher on-policy distillation"})]
+AdvantageEstimatorName = Annotated[str, PartName(BUILT_IN_ESTIMATORS)]
 
-
+_OF_TEACHERS = OnlyWith("name", ("opd",))
 _PER_TURN = OnlyWith("credit", ("turn_returns", "turn_rewards"))
 
 
@@ -51,6 +51,10 @@ class AdvantageEstimatorConfig(NamedPartConfig):
     """With credit per turn: factor of a reward for each turn between it and the credited turn."""
     reward_weights: Annotated[list[Number] | None, OnlyWith("name", ("gdpo",))] = None
     """GDPO: weight of each reward component, in order; null: all 1."""
+    teacher_weight: Annotated[Factor, _OF_TEACHERS] = 1.0
+    """opd: factor of the advantage of teachers, the teacher's minus the policy's log-probability of a token."""
+    reward_advantages: Annotated[Literal["none", "grpo", "dr_grpo", "rloo"], _OF_TEACHERS] = "none"
+    """opd: advantages of rewards to add. none: rewards are only reported."""
 
 
 class GRPOConfig(RewardedTrainingConfig):

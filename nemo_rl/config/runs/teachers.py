@@ -1,0 +1,68 @@
+"""Make the section of each teacher of a GRPO run from `on_policy_distillation`.
+
+A teacher computes as the policy does: it has the policy's backend, lengths and batch sizes, and on the policy's devices
+also its parallel sizes. Invariant: a teacher has no optimizer and no adapters, and scores at the sampler's temperature.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl.config.schema.algorithms.distillation import TeacherConfig
+from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig, TeacherLayoutConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
+
+_OF_TRAINING = ("optimizer", "scheduler", "generation", "draft", "router_replay")
+_MEGATRON_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+_DTENSOR_SIZES = {name: name.replace("_model_parallel", "_parallel") for name in _MEGATRON_SIZES}
+
+
+def teacher_sections(
+    given: OnPolicyDistillationConfig, own: Mapping[str, TeacherConfig], policy: PolicyConfig
+) -> dict[str, TeacherConfig]:
+    """Return the sections of all teachers by name: those in `own`, and one for each model of `given`."""
+    sections = dict(own)
+    if given.enabled:
+        for name, teacher in given.routes(own).items():
+            if teacher == name and name not in sections:
+                sections[name] = _section(given, name, policy)
+    return {name: _at_temperature(section, policy) for name, section in sections.items()}
+
+
+def _at_temperature(section: TeacherConfig, policy: PolicyConfig) -> TeacherConfig:
+    """Return a section whose log-probabilities are those at the policy's sampling temperature."""
+    if policy.generation is None:
+        return section
+    sampler = {"temperature": policy.generation.temperature, "max_new_tokens": policy.generation.max_new_tokens}
+    return TeacherConfig.build(**{**section.model_dump(), "generation": sampler})
+
+
+def _section(given: OnPolicyDistillationConfig, name: str, policy: PolicyConfig) -> TeacherConfig:
+    model = given.teacher_model_by_agent_name[name]
+    values = policy.model_dump(exclude=set(_OF_TRAINING))
+    values["model_name"] = model
+    values["tokenizer"] = {**values["tokenizer"], "name": model}
+    values["dtensor_cfg"]["lora_cfg"]["enabled"] = False
+    values["megatron_cfg"]["peft"]["enabled"] = False
+    separate = given.non_colocated_teachers
+    if separate.enabled:
+        _set_layout(values, separate.layout_of(name), policy.backend_key)
+    return TeacherConfig.build(**values)
+
+
+def _set_layout(values: dict[str, Any], layout: TeacherLayoutConfig, backend: str) -> None:
+    """Change devices, parallel sizes and precision of a section."""
+    resources = {key: getattr(layout, key) for key in ("num_nodes", "gpus_per_node", "ranks_per_node")}
+    values["colocated"] = {"enabled": False, "resources": resources}
+    values["logprob_batch_size"] = layout.micro_batch_size
+    values["precision"] = layout.full_precision_name or values["precision"]
+    for name in _MEGATRON_SIZES:
+        key = name if backend == "megatron_cfg" else _DTENSOR_SIZES[name]
+        if key in values[backend]:
+            values[backend][key] = getattr(layout, name)
+    if backend == "megatron_cfg":
+        values[backend].update(layout.megatron_cfg_overrides or {})

@@ -1,0 +1,98 @@
+"""Define the keys of `on_policy_distillation`: the teachers of a GRPO run, and the samples that each of them scores.
+
+`config.runs.teachers` makes the sections of the models from them, and `algorithms.teachers` scores the samples.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.value_types import Count, Workers
+
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class TeacherLayoutConfig(Section):
+    """Devices and parallel sizes of a teacher that does not share the policy's devices."""
+
+    num_nodes: Count = 1
+    """Number of machines of the teacher, if the cluster has several."""
+    gpus_per_node: Workers = 8
+    """Number of GPUs of each of these machines."""
+    ranks_per_node: Workers | None = None
+    """Number of processes on each machine on the CPU; null: 1."""
+    tensor_model_parallel_size: Count = 1
+    """Number of ranks that divide each layer."""
+    pipeline_model_parallel_size: Count = 1
+    """Number of stages, each with a part of the layers."""
+    context_parallel_size: Count = 1
+    """Number of ranks that divide each sequence."""
+    expert_model_parallel_size: Count = 1
+    """Number of ranks that divide the experts."""
+    micro_batch_size: Count = 4
+    """Number of samples of a rank's microbatch."""
+    precision: Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None = None
+    """Number format of the forward pass; null: that of the policy."""
+    megatron_cfg_overrides: dict[str, Any] | None = None
+    """Further keys of megatron_cfg to change, with the Megatron Core backend."""
+
+    @property
+    def full_precision_name(self) -> str | None:
+        """Return the precision as `policy.precision` names it, or None if it follows the policy."""
+        return None if self.precision is None else _PRECISIONS.get(self.precision, self.precision)
+
+
+class TeacherOverrideConfig(TeacherLayoutConfig):
+    """Keys of default_teacher_cfg that differ for one teacher."""
+
+    inherits: ClassVar[str] = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg"
+
+
+class SeparateTeachersConfig(Section):
+    """Devices of teachers that do not share the policy's devices."""
+
+    enabled: bool = False
+    """Give each teacher devices of its own. false: teachers use the policy's devices in turns, and its layout."""
+    default_teacher_cfg: TeacherLayoutConfig = Field(default_factory=TeacherLayoutConfig)
+    """Devices and parallel sizes of a teacher."""
+    teacher_overrides: dict[str, TeacherOverrideConfig] = Field(default_factory=dict)
+    """Keys of default_teacher_cfg that differ for a teacher, by its name in teacher_model_by_agent_name."""
+
+    def layout_of(self, name: str) -> TeacherLayoutConfig:
+        """Return the layout of a teacher."""
+        return self.teacher_overrides.get(name, self.default_teacher_cfg)
+
+
+class OnPolicyDistillationConfig(Section):
+    """Teachers whose log-probabilities of the sampled tokens give advantages (grpo.adv_estimator.name=opd)."""
+
+    enabled: bool = False
+    """Score samples with teachers."""
+    teacher_model_by_agent_name: Annotated[
+        dict[str, str], BeforeValidator(lambda given: {} if given is None else given)
+    ] = Field(default_factory=dict)
+    """Hub id, folder, or name of an entry of teachers, by the name of an environment (env_name), or of an agent of
+    NeMo Gym, whose samples the teacher scores. Other names are only for default_teacher_alias."""
+    default_teacher_alias: str | None = None
+    """Name in teacher_model_by_agent_name of the teacher of all other samples; null: there must be no others."""
+    strict_agent_name_match: bool = False
+    """Raise an error if a sample's environment or agent has no teacher of its own, also with default_teacher_alias."""
+    deduplicate_shared_teacher_checkpoints: bool = True
+    """Load a model that several names have only once."""
+    non_colocated_teachers: SeparateTeachersConfig = Field(default_factory=SeparateTeachersConfig)
+    """Devices of teachers that do not share the policy's devices."""
+
+    def routes(self, own: Mapping[str, Any]) -> dict[str, str]:
+        """Return the teacher of each environment or agent: a name in `own`, or the first name with the same model.
+
+        Args:
+            own: the section `teachers`, whose entries are teachers of their own name.
+        """
+        found = {name: name for name in own}
+        first: dict[str, str] = {}
+        for name, model in self.teacher_model_by_agent_name.items():
+            shares = self.deduplicate_shared_teacher_checkpoints
+            found[name] = model if model in own else first.setdefault(model, name) if shares else name
+        return found

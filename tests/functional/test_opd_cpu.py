@@ -1,0 +1,61 @@
+"""GRPO with teachers end to end on the CPU: it learns without rewards, and resumes bit for bit."""
+
+from collections.abc import Iterator
+
+import pytest
+from example_runs import ExampleRuns, Metrics, StartExample, finished, killed_and_resumed
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+SCRIPT, CONFIG = "run_grpo.py", "grpo_opd_cpu.yaml"
+STEPS = 12
+OVERRIDES = (f"grpo.max_num_steps={STEPS}", f"grpo.val_period={STEPS}", f"checkpointing.save_period={STEPS // 2}")
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
+    """Return the metrics of a run."""
+    folder = tmp_path_factory.mktemp("opd")
+    runs = ExampleRuns(folder)
+    yield finished(runs.start, SCRIPT, CONFIG, OVERRIDES, folder)
+    runs.close()
+
+
+def test_the_policy_learns_from_the_teacher_without_rewards(taught: Metrics) -> None:
+    assert taught["validation", STEPS, "accuracy"] > taught["validation", 0, "accuracy"] + 0.2
+    first, last = (taught["train", step, "teachers.math/reverse_kl"] for step in (1, STEPS))
+    assert 0 < last < 0.5 * first
+
+
+@pytest.mark.long
+def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+    killed_and_resumed(start_example, SCRIPT, CONFIG, OVERRIDES, tmp_path, steps=STEPS)
+
+
+@pytest.mark.long
+def test_sampling_ahead_with_a_separate_teacher_and_adapters_learns(start_example: StartExample, tmp_path) -> None:
+    metrics = finished(
+        start_example,
+        SCRIPT,
+        CONFIG,
+        (
+            *OVERRIDES,
+            "grpo.max_num_steps=24",
+            "grpo.val_period=24",
+            "grpo.overlap.mode=ahead",
+            "on_policy_distillation.non_colocated_teachers.enabled=true",
+            "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 16, alpha: 32}",
+            "policy.optimizer.kwargs.lr=2e-3",
+        ),
+        tmp_path,
+    )
+    assert metrics["validation", 24, "accuracy"] > metrics["validation", 0, "accuracy"] + 0.1
+
+
+@pytest.mark.long
+def test_the_policy_as_its_own_teacher_changes_nothing(start_example: StartExample, tmp_path) -> None:
+    own = "on_policy_distillation.teacher_model_by_agent_name={math: examples/assets/tiny-chat}"
+    metrics = finished(start_example, SCRIPT, CONFIG, (own, "grpo.max_num_steps=1", "grpo.val_period=1"), tmp_path)
+    assert metrics["train", 1, "advantages/max"] == metrics["train", 1, "advantages/min"] == 0
+    assert metrics["train", 1, "grad_norm"] == 0
+    assert metrics["validation", 1, "accuracy"] == metrics["validation", 0, "accuracy"]
