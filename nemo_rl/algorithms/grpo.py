@@ -29,9 +29,10 @@ from nemo_rl.algorithms.rollout.source import check_source
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
 from nemo_rl.algorithms.scoring import forward_passes, policy_scoring
+from nemo_rl.algorithms.self_distillation import self_teacher
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import start_run
-from nemo_rl.algorithms.teachers import TEACHER_LOGPROBS, check_teachers_fit, teacher_stages
+from nemo_rl.algorithms.teachers import TEACHER_LOGPROBS, other_teachers
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import (
     AsyncGRPOConfig,
@@ -135,25 +136,26 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     review = ReviewSettings(config.reward_penalties, config.effort_levels, marks_malformed)
     review.make(tokenizer)  # raises errors of the review's settings before Ray starts
     needs_prev, needs_reference = forward_passes(config, loss_fn, for_credit=credit.needs_logprobs)
-    needs_prev = needs_prev or bool(config.teachers)
-    check_teachers_fit(config, tokenizer)
+    keeps_reference = needs_reference or config.keeps_reference
     data = user_parts.data(
         config, lambda: response_data(tokenizer, config, user_parts.running_environments), sampled=True
     )
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
-        scoring = policy_scoring(config, roles["policy"], needs_prev, needs_reference)
-        return [scoring, *teacher_stages(config, roles), credit]
+        scoring = policy_scoring(config, roles["policy"], needs_prev or config.has_teachers, needs_reference)
+        return [scoring, *teachers(roles), credit]
 
     data = with_effort_levels(data, config.effort_levels, grpo.seed, tokenizer, config.data)
+    learns_from_itself = config.on_policy_distillation.learns_from_itself
+    teachers = self_teacher(config, data.train, tokenizer) if learns_from_itself else other_teachers(config, tokenizer)
     check_source(grpo.rollout_source, "grpo.rollout_source")
     return Recipe(
         tokenizer=tokenizer,
         data=data,
         loss_fn=loss_fn,
-        roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
+        roles=config.models | {"policy": Role(config.policy, keeps_reference=keeps_reference)},
         stages=stages,
-        sampling=Sampling(not config.teachers, user_parts.running_environments, review),
+        sampling=Sampling(not config.has_teachers, user_parts.running_environments, review),
     )
 
 

@@ -9,7 +9,7 @@ turns. Invariant: each row is scored by exactly one teacher, whose weights never
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,22 +136,22 @@ class TeacherLogprobs:
         return metrics | {f"{self.role}/reverse_kl": float(masked_mean(gap_RT, mask_RT))}
 
 
-def teacher_stages(config: GRPOMasterConfig, roles: Mapping[str, Any]) -> list[Stage]:
-    """Return a stage for each teacher of a run."""
-    routes = TeacherRoutes.of(config.on_policy_distillation, config.teachers)
-    return [TeacherLogprobs(roles[role_of(name)], role_of(name), routes) for name in config.teachers]
+def other_teachers(
+    config: GRPOMasterConfig, tokenizer: TokenizerType
+) -> Callable[[Mapping[str, ScoringModel]], list[Stage]]:
+    """Return a function that builds a stage for each model of the section `teachers` from the models of a run.
 
-
-def check_teachers_fit(config: GRPOMasterConfig, tokenizer: TokenizerType) -> None:
-    """Compare the vocabulary of each teacher with that of the policy.
+    Args:
+        tokenizer: The policy's tokenizer.
 
     Raises:
         ConfigError: A token has another id in a teacher's tokenizer, or a teacher has no tokenizer.
     """
     for name, teacher in config.teachers.items():
-        place = f"teachers.{name}"
-        other = get_tokenizer(teacher.tokenizer, section=place)
-        compare_vocabularies(tokenizer, other, config.policy.model_name, teacher.model_name, place)
+        other = get_tokenizer(teacher.tokenizer, section=role_of(name))
+        compare_vocabularies(tokenizer, other, config.policy.model_name, teacher.model_name, role_of(name))
+    routes = TeacherRoutes.of(config.on_policy_distillation, config.teachers)
+    return lambda roles: [TeacherLogprobs(roles[role], role, routes) for role in map(role_of, config.teachers)]
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """GRPO with teachers end to end on the CPU: it learns without rewards, and resumes bit for bit."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
 from example_runs import ExampleRuns, Metrics, StartExample, finished, killed_and_resumed
+from examples.chain_data import questions, worked
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -59,3 +61,35 @@ def test_the_policy_as_its_own_teacher_changes_nothing(start_example: StartExamp
     assert metrics["train", 1, "advantages/max"] == metrics["train", 1, "advantages/min"] == 0
     assert metrics["train", 1, "grad_norm"] == 0
     assert metrics["validation", 1, "accuracy"] == metrics["validation", 0, "accuracy"]
+
+
+HINT = "It is {ground_truth}."
+
+
+@pytest.mark.long
+def test_a_policy_that_can_use_hints_teaches_itself(start_example: StartExample, tmp_path) -> None:
+    """SFT teaches a model to use the result of a sum; then it learns sums from itself, without rewards."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{question}\n\n{HINT.format(ground_truth=left + right)}"}, answer]}
+        for question, left, right in questions(4000, seed=3)
+        for answer in [{"role": "assistant", "content": worked(left, right)}]
+    ]
+    (tmp_path / "hints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    train = f"data.train={{dataset_name: openai_format, data_path: {tmp_path}/hints.jsonl}}"
+    sft = (train, "data.validation=null", "sft.max_num_steps=120", "sft.val_period=0", "sft.val_at_end=false")
+    finished(start_example, "run_sft.py", "sft_cpu.yaml", sft, tmp_path / "sft")
+    hinted = tmp_path / "sft/checkpoints/step_120/policy/weights/model"
+    section = "on_policy_distillation.self_distillation"
+    overrides = (
+        f"policy.model_name={hinted}",
+        "on_policy_distillation.teacher_model_by_agent_name=null",
+        f"{section}.enabled=true",
+        f"{section}.context='{HINT}'",
+        f"{section}.weights=initial",
+        "policy.optimizer.kwargs.lr=3e-4",
+        "grpo.max_num_steps=40",
+        "grpo.val_period=20",
+    )
+    metrics = finished(start_example, SCRIPT, CONFIG, overrides, tmp_path / "self")
+    assert metrics["validation", 40, "accuracy"] > metrics["validation", 0, "accuracy"] + 0.15
+    assert metrics["train", 40, "self_teacher/reverse_kl"] < 0.5 * metrics["train", 1, "self_teacher/reverse_kl"]

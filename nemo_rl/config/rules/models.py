@@ -9,6 +9,7 @@ For a policy that reads images, combinations that are not proven equal to transf
 
 import math
 from collections.abc import Iterator, Mapping
+from string import Formatter
 from typing import Any
 
 from nemo_rl.config.rules.broken_rules import Findings
@@ -16,7 +17,7 @@ from nemo_rl.config.rules.megatron import check_megatron, check_megatron_schedul
 from nemo_rl.config.rules.topology import Role, divide_cluster, model_ranks, parallel_sizes, without_devices
 from nemo_rl.config.schema.algorithms.distillation import DistillationLossConfig, TeacherConfig
 from nemo_rl.config.schema.algorithms.grpo import BUILT_IN_ESTIMATORS, GRPOConfig
-from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig
+from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig, SelfDistillationConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.judges import JudgeEngineConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
@@ -269,12 +270,16 @@ def check_teachers(
     """
     uses, place = grpo.adv_estimator.name == "opd", "on_policy_distillation"
     named = given.teacher_model_by_agent_name
-    if uses and not teachers:
+    if given.learns_from_itself:
+        yield from _check_self_distillation(given.self_distillation, teachers, policy)
+    elif given.self_distillation.enabled:
+        yield f"{place}.self_distillation.enabled=true needs {place}.enabled=true."
+    if uses and not teachers and not given.learns_from_itself:
         yield (
             "grpo.adv_estimator.name=opd needs teachers. Set on_policy_distillation.enabled=true and "
             "on_policy_distillation.teacher_model_by_agent_name, for example {math: <folder>}."
         )
-    if teachers and grpo.adv_estimator.name in BUILT_IN_ESTIMATORS and not uses:
+    if (teachers or given.learns_from_itself) and grpo.adv_estimator.name in BUILT_IN_ESTIMATORS and not uses:
         yield (
             f"{place} or teachers names teachers, whose scores grpo.adv_estimator.name={grpo.adv_estimator.name} does "
             "not use. Set grpo.adv_estimator.name=opd, or leave the teachers out."
@@ -292,6 +297,32 @@ def check_teachers(
         yield from check_teacher(f"teachers.{name}", teacher)
     if uses:
         yield from _check_scores_of_teachers(grpo, policy)
+
+
+def _check_self_distillation(
+    given: SelfDistillationConfig, teachers: Mapping[str, TeacherConfig], policy: PolicyConfig
+) -> Findings:
+    """Check that the context is a template, and that the policy can score samples with other prompts."""
+    key = "on_policy_distillation.self_distillation"
+    if teachers:
+        yield f"{key}.enabled=true makes the policy its own teacher. Leave the other teachers out, or set it to false."
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(given.context or "") if field is not None]
+    except ValueError as error:
+        yield f"{key}.context is no template: {error}. Write literal braces twice."
+        return
+    if not fields:
+        yield (
+            f"{key}.context={given.context!r} has no field of the row, so it tells the teacher nothing about it. Write "
+            'for example "The answer is {ground_truth}."'
+        )
+    if policy.is_vlm:
+        yield f"{key}.enabled=true renders prompts of text. Set policy.tokenizer.use_processor=false."
+    if policy.router_replay.enabled:
+        yield (
+            f"{key}.enabled=true: the engine chose experts for the student's prompt, not for the teacher's. Set "
+            "policy.router_replay.enabled=false."
+        )
 
 
 def _check_scores_of_teachers(grpo: GRPOConfig, policy: PolicyConfig) -> Findings:

@@ -323,6 +323,17 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
         return self.grpo
 
     @property
+    def has_teachers(self) -> bool:
+        """Return True if teachers give advantages."""
+        return bool(self.teachers) or self.on_policy_distillation.learns_from_itself
+
+    @property
+    @override
+    def keeps_reference(self) -> bool:
+        given = self.on_policy_distillation
+        return super().keeps_reference or (given.learns_from_itself and given.self_distillation.weights == "initial")
+
+    @property
     @override
     def recorded_algorithm(self) -> GRPOConfig:
         return self.grpo

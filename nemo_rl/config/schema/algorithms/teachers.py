@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -65,6 +66,25 @@ class SeparateTeachersConfig(Section):
         return self.teacher_overrides.get(name, self.default_teacher_cfg)
 
 
+class SelfDistillationConfig(Section):
+    """The policy as its own teacher, with a prompt that tells it more."""
+
+    enabled: bool = False
+    """Score samples with the policy, which reads the context."""
+    context: str | None = None
+    """Text with fields of the row in braces, for example "The answer is {ground_truth}.". {solution} is a right answer
+    to the prompt by another sample of the step; a sample without one learns nothing from its teacher. Required."""
+    message: Literal["user", "system"] = "user"
+    """Message at whose end the context stands: the last of the user, or that of the system."""
+    weights: Literal["current", "initial"] = "current"
+    """Weights of the teacher: those of the policy before the update, or those at the start of the run."""
+
+    @property
+    def needs_solution(self) -> bool:
+        """Return True if the context has the field {solution}."""
+        return any(field == "solution" for _, field, _, _ in Formatter().parse(self.context or ""))
+
+
 class OnPolicyDistillationConfig(Section):
     """Teachers whose log-probabilities of the sampled tokens give advantages (grpo.adv_estimator.name=opd)."""
 
@@ -83,6 +103,13 @@ class OnPolicyDistillationConfig(Section):
     """Load a model that several names have only once."""
     non_colocated_teachers: SeparateTeachersConfig = Field(default_factory=SeparateTeachersConfig)
     """Devices of teachers that do not share the policy's devices."""
+    self_distillation: SelfDistillationConfig = Field(default_factory=SelfDistillationConfig)
+    """The policy as its own teacher, in place of other models."""
+
+    @property
+    def learns_from_itself(self) -> bool:
+        """Return True if the policy is its own teacher."""
+        return self.enabled and self.self_distillation.enabled
 
     def routes(self, own: Mapping[str, Any]) -> dict[str, str]:
         """Return the teacher of each environment or agent: a name in `own`, or the first name with the same model.

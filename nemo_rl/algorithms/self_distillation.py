@@ -1,0 +1,223 @@
+"""Let the policy be its own teacher, with a prompt that tells it more than the student sees.
+
+    row of the data ─► prompt with the context ─┐
+    sampled tokens of the row ──────────────────┴► policy.get_logprobs ─► teacher_logprobs [B, T], at student's places
+
+Self-distillation from privileged context: the hint of a row, or a right answer of the same group (arXiv 2601.20802).
+Invariant: teacher and student score the same sampled tokens. A sample without context has the student as its teacher,
+so its advantage is 0.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_rl.algorithms.runtime.run import Stage, StepBatch
+from nemo_rl.algorithms.teachers import TEACHER_LOGPROBS
+from nemo_rl.config import GRPOMasterConfig, SelfDistillationConfig
+from nemo_rl.data.interfaces import Chat, DatumSpec, Message, TokenizerType
+from nemo_rl.data.packing import PROMPT_GROUPS
+from nemo_rl.data.processors import prompt_entry
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.trajectory import Trajectory, is_right
+from nemo_rl.losses.reductions import masked_mean
+from nemo_rl.models.batch_rows import BatchRows
+from nemo_rl.models.policy.interfaces import ScoringModel
+from nemo_rl.utils.errors import ConfigError, DataError
+
+SOLUTION = "solution"
+"""Field of a context: the text of a right answer to the same prompt, by another sample of the step."""
+
+
+class Rows(Protocol):
+    """The data set of a run, whose rows are prompts."""
+
+    def __getitem__(self, idx: int, /) -> DatumSpec:
+        """Return the prompt of a row."""
+
+
+@dataclass(frozen=True)
+class PrivilegedPrompts:
+    """Render prompts with a context that the student does not see."""
+
+    config: SelfDistillationConfig
+    data: Rows
+    """Training prompts, by `Trajectory.idx`."""
+    tokenizer: TokenizerType
+
+    def check(self) -> None:
+        """Render the first row, so that mistakes are found before anything starts.
+
+        Raises:
+            ConfigError: the context does not change the prompt, or names a field that the row lacks.
+            DataError: the row does not say what its prompt was rendered from.
+        """
+        datum = self.data[0]
+        if torch.equal(self._ids(datum, self._context(datum, "...")), datum["message_log"][0]["token_ids"]):
+            raise ConfigError(
+                "on_policy_distillation.self_distillation.context does not change the prompt of the first row, so "
+                "teacher and student would see the same. Name a field of the row, for example {ground_truth}."
+            )
+
+    def ids_of(self, row: Trajectory, solution: str | None) -> Tensor | None:
+        """Return the token ids of a sample's prompt with its context, `[t]` int64, or None if it has no context.
+
+        Raises:
+            DataError: the sample's prompt is not that of its row of the data.
+        """
+        if solution is None and self.config.needs_solution:
+            return None
+        datum = self.data[row.idx]
+        own = datum["message_log"][0]["token_ids"]
+        if not torch.equal(own, _prompt_of(row)):
+            raise DataError(
+                f"row {row.idx}: the prompt of a sample is not that of its row, because an environment or a program "
+                "wrote it. Self-distillation adds its context to prompts of the data; use another environment, or "
+                "teachers (on_policy_distillation.teacher_model_by_agent_name)."
+            )
+        return self._ids(datum, self._context(datum, solution))
+
+    def _context(self, datum: DatumSpec, solution: str | None) -> str:
+        """Return the text of the context of a row."""
+        fields = {**(datum["extra_env_info"] or {}), SOLUTION: solution}
+        try:
+            return (self.config.context or "").format_map(fields)
+        except (KeyError, IndexError, ValueError) as error:
+            known = ", ".join(f"{{{name}}}" for name in fields)
+            raise ConfigError(
+                f"on_policy_distillation.self_distillation.context cannot be filled in for row {datum['idx']}: "
+                f"{type(error).__name__}: {error}. There are: {known}. Write literal braces twice."
+            ) from error
+
+    def _ids(self, datum: DatumSpec, context: str) -> Tensor:
+        if "chat" not in datum:
+            raise DataError(
+                f"row {datum['idx']} has no `chat`, so its prompt cannot be rendered with a context. Let the data "
+                "processor set `chat`, a dict with `messages` and `tools`."
+            )
+        ids: Tensor = prompt_entry(with_context(datum["chat"], context, self.config.message), self.tokenizer)[
+            "token_ids"
+        ]
+        return ids
+
+
+def with_context(chat: Chat, context: str, role: str) -> Chat:
+    """Return a copy of a chat with a text at the end of its last user message, or of its system message."""
+    messages: list[Message] = [dict(message) for message in chat["messages"]]
+    found = next((message for message in reversed(messages) if message["role"] == role), None)
+    if found is None:
+        added = {"role": role, "content": context}
+        messages = [added, *messages] if role == "system" else [*messages, added]
+    elif isinstance(found["content"], str):
+        found["content"] = f"{found['content']}\n\n{context}"
+    else:
+        found["content"] = [*found["content"], {"type": "text", "text": f"\n\n{context}"}]
+    return {**chat, "messages": messages}
+
+
+def _prompt_of(row: Trajectory) -> Tensor:
+    """Return the token ids of a sample before its first response."""
+    ids = [message["token_ids"] for message in row.message_log if "generation_logprobs" not in message]
+    return torch.cat(ids)[: row.prompt_length] if ids else torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class SelfTeacher:
+    """Stage that scores samples with the policy and privileged prompts (`runtime.run.Stage`)."""
+
+    policy: ScoringModel
+    prompts: PrivilegedPrompts
+    longest: int
+    """Largest number of tokens of a row. Samples whose teacher would read more have no teacher."""
+
+    name = "teacher_logprob_inference"
+    roles = ("policy",)
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        """Write `teacher_logprobs` `[B, T]` float32. The batch must hold `prev_logprobs`.
+
+        Returns:
+            Metrics: the number of samples with a teacher, of samples whose teacher would read too many tokens, and the
+            mean of `log p - log q` over the tokens of samples with a teacher.
+        """
+        tensors, rows = batch.tensors, batch.rows
+        solutions = solutions_of(rows) if self.prompts.config.needs_solution else [None] * len(rows)
+        given = [self.prompts.ids_of(row, solution) for row, solution in zip(rows, solutions, strict=True)]
+        scores_BT = tensors["prev_logprobs"].clone()
+        fitting, num_long = [], 0
+        for index, (row, ids) in enumerate(zip(rows, given, strict=True)):
+            if ids is None:
+                continue
+            is_long = len(ids) + row.length - row.prompt_length > self.longest
+            num_long += is_long
+            fitting += [] if is_long else [index]
+        if fitting:
+            self._score(tensors, rows, {index: given[index] for index in fitting}, scores_BT)
+        tensors[TEACHER_LOGPROBS] = scores_BT
+        mask_RT = BatchRows.of(tensors).advantage_mask()[fitting]
+        gap_RT = (tensors["prev_logprobs"] - scores_BT)[fitting]
+        return {
+            "self_teacher/num_rows": float(len(fitting)),
+            "self_teacher/num_too_long": float(num_long),
+            "self_teacher/reverse_kl": float(masked_mean(gap_RT, mask_RT)) if fitting else 0.0,
+        }
+
+    def _score(
+        self,
+        tensors: BatchedDataDict[Any],
+        rows: Sequence[Trajectory],
+        prompts: Mapping[int, Tensor | None],
+        scores_BT: Tensor,
+    ) -> None:
+        """Score rows with other prompts, and write the scores at the places of the student's tokens."""
+        teacher_rows = [
+            torch.cat([prompt, tensors["input_ids"][index, rows[index].prompt_length : rows[index].length]])
+            for index, prompt in prompts.items()
+            if prompt is not None
+        ]
+        lengths = torch.tensor([len(ids) for ids in teacher_rows])
+        batch: BatchedDataDict[Any] = BatchedDataDict(
+            input_ids=torch.nn.utils.rnn.pad_sequence(teacher_rows, batch_first=True),
+            input_lengths=lengths,
+        )
+        batch[PROMPT_GROUPS] = tensors[PROMPT_GROUPS][list(prompts)]
+        if self.prompts.config.weights == "initial":
+            found_RT = self.policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+        else:
+            found_RT = self.policy.get_logprobs(batch)["logprobs"]
+        for place, (index, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
+            start, end = rows[index].prompt_length, rows[index].length
+            scores_BT[index, start:end] = found_RT[place, length - (end - start) : length]
+
+
+def self_teacher(
+    config: GRPOMasterConfig, data: Rows, tokenizer: TokenizerType
+) -> Callable[[Mapping[str, ScoringModel]], list[Stage]]:
+    """Return a function that builds the stage of self-distillation from the models of a run.
+
+    Args:
+        data: Training prompts.
+        tokenizer: The policy's tokenizer.
+
+    Raises:
+        ConfigError, DataError: raised by `PrivilegedPrompts.check`.
+    """
+    prompts = PrivilegedPrompts(config.on_policy_distillation.self_distillation, data, tokenizer)
+    prompts.check()
+    return lambda roles: [SelfTeacher(roles["policy"], prompts, config.policy.max_total_sequence_length)]
+
+
+def solutions_of(rows: Sequence[Trajectory]) -> list[str | None]:
+    """Return, for each sample, the text of the first right answer of another sample of its group, or None."""
+    right: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        if is_right(row.penalized_reward):
+            right.setdefault(row.group_index, []).append(index)
+    found: list[str | None] = []
+    for index, row in enumerate(rows):
+        others = [each for each in right.get(row.group_index, ()) if each != index]
+        found.append(rows[others[0]].response_text if others else None)
+    return found
