@@ -11,20 +11,20 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
-from nemo_rl.config import GRPOMasterConfig, OnPolicyDistillationConfig
+from nemo_rl.config import GRPOMasterConfig, OnPolicyDistillationConfig, TeacherEndpointConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.reductions import masked_mean
 from nemo_rl.models.batch_rows import BatchRows
-from nemo_rl.models.policy.interfaces import ScoringModel
+from nemo_rl.models.policy.interfaces import LogprobOutputSpec, ScoringModel
 from nemo_rl.utils.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -97,11 +97,18 @@ def _agent_of(info: Mapping[str, Any]) -> str | None:
     return None
 
 
+class TokenScorer(Protocol):
+    """Interface of a model that gives log-probabilities of tokens: a model of the run, or an endpoint."""
+
+    def get_logprobs(self, data: BatchedDataDict[Any], /) -> BatchedDataDict[LogprobOutputSpec]:
+        """Return the log-probability of each token of the rows."""
+
+
 @dataclass(frozen=True)
 class TeacherLogprobs:
     """Stage that adds the log-probabilities of one teacher to its rows (`runtime.run.Stage`)."""
 
-    teacher: ScoringModel
+    teacher: TokenScorer
     """The model that scores."""
     role: str
     """Name of the model in the run."""
@@ -150,8 +157,24 @@ def other_teachers(
     for name, teacher in config.teachers.items():
         other = get_tokenizer(teacher.tokenizer, section=role_of(name))
         compare_vocabularies(tokenizer, other, config.policy.model_name, teacher.model_name, role_of(name))
-    routes = TeacherRoutes.of(config.on_policy_distillation, config.teachers)
-    return lambda roles: [TeacherLogprobs(roles[role], role, routes) for role in map(role_of, config.teachers)]
+    given = config.on_policy_distillation
+    routes = TeacherRoutes.of(given, config.teachers)
+    remote = {role_of(name): _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
+    names = [*map(role_of, config.teachers), *remote]
+
+    def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
+        scorers: Mapping[str, TokenScorer] = {**roles, **remote}
+        return [TeacherLogprobs(scorers[name], name, routes) for name in names]
+
+    return stages
+
+
+def _endpoint(name: str, config: TeacherEndpointConfig, tokenizer: TokenizerType) -> TokenScorer:
+    from nemo_rl.models.generation.remote.scores import EndpointScores  # runs without endpoints do not need httpx
+
+    teacher = EndpointScores(config, f"on_policy_distillation.endpoints.{name}")
+    teacher.check(tokenizer)
+    return teacher
 
 
 @dataclass(frozen=True)

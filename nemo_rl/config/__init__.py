@@ -82,7 +82,11 @@ from nemo_rl.config.schema.algorithms.supervised import (
     SupervisedConfig,
     SupervisedDataConfig,
 )
-from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig, SelfDistillationConfig
+from nemo_rl.config.schema.algorithms.teachers import (
+    OnPolicyDistillationConfig,
+    SelfDistillationConfig,
+    TeacherEndpointConfig,
+)
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig, VenvConfig
 from nemo_rl.config.schema.data import (

@@ -1,19 +1,12 @@
 """An evaluation of a model that vLLM's own server has, against one by engines of the run."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-from example_runs import REPOSITORY, run_eval
-
-from nemo_rl.models.generation.registry import engine_kind
+from example_runs import run_eval
+from vllm_server import vllm_server
 
 pytestmark = [
     *(pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm),
@@ -21,43 +14,13 @@ pytestmark = [
 ]
 
 GREEDY = ("generation.temperature=0.0", "eval.num_tests_per_prompt=1", "data.num_samples=32")
-_START_S = 300.0
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     """Address of vLLM's server with the tiny model."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    command += [str(REPOSITORY / "examples/assets/tiny-chat"), "--served-model-name", "tiny", "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "128", "--enforce-eager"]
-    # One GiB of cache; vLLM would take a share of the machine's memory.
-    variables = {**os.environ, **engine_kind("vllm").environment("cpu"), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    log = tmp_path / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=variables, stdout=output, stderr=output, start_new_session=True)
-    try:
-        _wait_for(f"http://127.0.0.1:{port}/health", process, log)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    end = time.monotonic() + _START_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(url, timeout=2).status_code == httpx.codes.OK:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.5)
-    raise AssertionError(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
+    with vllm_server(tmp_path) as address:
+        yield address
 
 
 def _records(folder: Path) -> list[dict[str, object]]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 from example_runs import ExampleRuns, Metrics, StartExample, finished, killed_and_resumed
+from vllm_server import vllm_server
+
 from examples.chain_data import questions, worked
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -61,6 +63,22 @@ def test_the_policy_as_its_own_teacher_changes_nothing(start_example: StartExamp
     assert metrics["train", 1, "advantages/max"] == metrics["train", 1, "advantages/min"] == 0
     assert metrics["train", 1, "grad_norm"] == 0
     assert metrics["validation", 1, "accuracy"] == metrics["validation", 0, "accuracy"]
+
+
+@pytest.mark.long
+def test_a_teacher_of_a_vllm_server_gives_the_numbers_of_a_model_of_the_run(
+    start_example: StartExample, taught: Metrics, tmp_path
+) -> None:
+    with vllm_server(tmp_path, "examples/assets/tiny-teacher") as address:
+        overrides = (
+            "on_policy_distillation.teacher_model_by_agent_name=null",
+            f"on_policy_distillation.endpoints.math={{base_url: '{address}', model: tiny}}",
+            "grpo.max_num_steps=2",
+            "grpo.val_period=0",
+        )
+        metrics = finished(start_example, SCRIPT, CONFIG, overrides, tmp_path)
+    for name in ("teachers.math/reverse_kl", "advantages/max", "advantages/min", "grad_norm"):
+        assert metrics["train", 1, name] == pytest.approx(taught["train", 1, name], rel=1e-3)
 
 
 HINT = "It is {ground_truth}."

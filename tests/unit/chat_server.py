@@ -1,4 +1,4 @@
-"""A local server with OpenAI's chat completions, whose answers a test decides."""
+"""A local server with OpenAI's completions and chat completions, whose answers a test decides."""
 
 import asyncio
 import socket
@@ -43,6 +43,7 @@ class ChatServer:
         self._answer = answer
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
         ]
         config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off", ws="none")

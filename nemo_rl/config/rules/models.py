@@ -266,41 +266,58 @@ def check_teachers(
     """Check that a GRPO run with teachers uses their scores, and that each name of a teacher belongs to one.
 
     Args:
-        teachers: all teachers of the run, by name.
+        teachers: all teachers of the run that are models of the run, by name.
     """
     uses, place = grpo.adv_estimator.name == "opd", "on_policy_distillation"
-    named = given.teacher_model_by_agent_name
-    if given.learns_from_itself:
-        yield from _check_self_distillation(given.self_distillation, teachers, policy)
-    elif given.self_distillation.enabled:
-        yield f"{place}.self_distillation.enabled=true needs {place}.enabled=true."
-    if uses and not teachers and not given.learns_from_itself:
+    has_any = bool(teachers) or given.learns_from_itself or given.asks_endpoints
+    if uses and not has_any:
         yield (
             "grpo.adv_estimator.name=opd needs teachers. Set on_policy_distillation.enabled=true and "
             "on_policy_distillation.teacher_model_by_agent_name, for example {math: <folder>}."
         )
-    if (teachers or given.learns_from_itself) and grpo.adv_estimator.name in BUILT_IN_ESTIMATORS and not uses:
+    if has_any and grpo.adv_estimator.name in BUILT_IN_ESTIMATORS and not uses:
         yield (
             f"{place} or teachers names teachers, whose scores grpo.adv_estimator.name={grpo.adv_estimator.name} does "
             "not use. Set grpo.adv_estimator.name=opd, or leave the teachers out."
         )
-    if named and not given.enabled:
-        yield f"{place}.enabled=false, but {place}.teacher_model_by_agent_name names teachers. Set it to true."
-    known = given.routes(teachers)
-    for key, names in (
-        ("default_teacher_alias", [given.default_teacher_alias] if given.default_teacher_alias else []),
-        ("non_colocated_teachers.teacher_overrides", list(given.non_colocated_teachers.teacher_overrides)),
-    ):
-        for name in (name for name in names if name not in known):
-            yield f"{place}.{key} names {name!r}, which is no teacher.{did_you_mean(name, known)}"
+    yield from _check_names_of_teachers(given, teachers)
+    if given.learns_from_itself:
+        yield from _check_self_distillation(given.self_distillation, {**teachers, **given.endpoints}, policy)
     for name, teacher in teachers.items():
         yield from check_teacher(f"teachers.{name}", teacher)
+    if given.asks_endpoints and policy.generation is not None and policy.generation.temperature != 1:
+        yield (
+            f"{place}.endpoints: an endpoint scores at temperature 1, but policy.generation.temperature="
+            f"{policy.generation.temperature:g}. Set it to 1, or use a model as the teacher."
+        )
     if uses:
         yield from _check_scores_of_teachers(grpo, policy)
 
 
+def _check_names_of_teachers(given: OnPolicyDistillationConfig, teachers: Mapping[str, TeacherConfig]) -> Findings:
+    """Check that sections of teachers are switched on, and that names refer to a teacher."""
+    place, known = "on_policy_distillation", given.routes(teachers)
+    if not given.enabled:
+        sections = {
+            "teacher_model_by_agent_name": given.teacher_model_by_agent_name,
+            "endpoints": given.endpoints,
+            "self_distillation.enabled": given.self_distillation.enabled,
+        }
+        for key in (key for key, value in sections.items() if value):
+            yield f"{place}.enabled=false, but {place}.{key} is set. Set {place}.enabled=true, or leave it out."
+    for name in given.endpoints.keys() & teachers.keys():
+        yield f"{place}.endpoints.{name} and teachers.{name} have one name. Rename one of them."
+    alias, overrides = given.default_teacher_alias, given.non_colocated_teachers.teacher_overrides
+    for key, names in (
+        ("default_teacher_alias", [alias] if alias is not None else []),
+        ("non_colocated_teachers.teacher_overrides", list(overrides)),
+    ):
+        for name in (name for name in names if name not in known):
+            yield f"{place}.{key} names {name!r}, which is no teacher.{did_you_mean(name, known)}"
+
+
 def _check_self_distillation(
-    given: SelfDistillationConfig, teachers: Mapping[str, TeacherConfig], policy: PolicyConfig
+    given: SelfDistillationConfig, teachers: Mapping[str, Any], policy: PolicyConfig
 ) -> Findings:
     """Check that the context is a template, and that the policy can score samples with other prompts."""
     key = "on_policy_distillation.self_distillation"

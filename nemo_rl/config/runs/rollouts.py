@@ -325,7 +325,8 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
     @property
     def has_teachers(self) -> bool:
         """Return True if teachers give advantages."""
-        return bool(self.teachers) or self.on_policy_distillation.learns_from_itself
+        given = self.on_policy_distillation
+        return bool(self.teachers) or given.learns_from_itself or given.asks_endpoints
 
     @property
     @override

@@ -28,7 +28,7 @@ def teacher_sections(
     sections = dict(own)
     if given.enabled:
         for name, teacher in given.routes(own).items():
-            if teacher == name and name not in sections:
+            if teacher == name and name not in sections and name not in given.endpoints:
                 sections[name] = _section(given, name, policy)
     return {name: _at_temperature(section, policy) for name, section in sections.items()}
 

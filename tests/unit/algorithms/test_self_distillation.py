@@ -127,7 +127,7 @@ def test_a_context_stands_at_the_end_of_the_last_message_of_its_role() -> None:
         ({"context": "Think."}, "has no field of the row"),
         ({"context": "It is {ground_truth"}, "is no template"),
         ({"overrides": ("teachers.math={model_name: examples/assets/tiny-teacher}",)}, "Leave the other teachers out"),
-        ({"overrides": ("on_policy_distillation.enabled=false",)}, "needs on_policy_distillation.enabled=true"),
+        ({"overrides": ("on_policy_distillation.enabled=false",)}, "self_distillation.enabled is set"),
         ({"overrides": ("grpo.adv_estimator.name=grpo",)}, "does not use"),
     ],
 )

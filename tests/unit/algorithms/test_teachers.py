@@ -157,7 +157,7 @@ def test_teachers_on_devices_of_their_own_have_their_own_layout() -> None:
     [
         ((), "needs teachers"),
         (("grpo.adv_estimator.name=grpo", TWO), "whose scores grpo.adv_estimator.name=grpo does not use"),
-        (("on_policy_distillation.enabled=false", TWO), "enabled=false, but .* names teachers"),
+        (("on_policy_distillation.enabled=false", TWO), "enabled=false, but .*teacher_model_by_agent_name is set"),
         ((TWO, "on_policy_distillation.default_teacher_alias=mth"), r"names 'mth'.*Did you mean 'math'"),
         (
             (TWO, "on_policy_distillation.non_colocated_teachers.teacher_overrides={cod: {}}"),

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.value_types import Count, Workers
+from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -66,6 +67,15 @@ class SeparateTeachersConfig(Section):
         return self.teacher_overrides.get(name, self.default_teacher_cfg)
 
 
+class TeacherEndpointConfig(ModelEndpointConfig):
+    """A teacher at an OpenAI-compatible endpoint that returns log-probabilities of prompts, such as vLLM."""
+
+    max_concurrent_requests: Count = 16
+    """Number of concurrent requests, one for each sample."""
+    max_tokens: Count | None = None
+    """Number of tokens that the run sends at most since it was started or resumed; it then ends. null: no limit."""
+
+
 class SelfDistillationConfig(Section):
     """The policy as its own teacher, with a prompt that tells it more."""
 
@@ -103,6 +113,9 @@ class OnPolicyDistillationConfig(Section):
     """Load a model that several names have only once."""
     non_colocated_teachers: SeparateTeachersConfig = Field(default_factory=SeparateTeachersConfig)
     """Devices of teachers that do not share the policy's devices."""
+    endpoints: dict[str, TeacherEndpointConfig] = Field(default_factory=dict)
+    """Teachers at endpoints, by the name of the environment or agent whose samples they score, or by a name that is a
+    value of teacher_model_by_agent_name."""
     self_distillation: SelfDistillationConfig = Field(default_factory=SelfDistillationConfig)
     """The policy as its own teacher, in place of other models."""
 
@@ -111,12 +124,18 @@ class OnPolicyDistillationConfig(Section):
         """Return True if the policy is its own teacher."""
         return self.enabled and self.self_distillation.enabled
 
+    @property
+    def asks_endpoints(self) -> bool:
+        """Return True if endpoints score samples."""
+        return self.enabled and bool(self.endpoints)
+
     def routes(self, own: Mapping[str, Any]) -> dict[str, str]:
-        """Return the teacher of each environment or agent: a name in `own`, or the first name with the same model.
+        """Return the teacher of each environment or agent: an endpoint, a name in `own`, or the first name of a model.
 
         Args:
             own: the section `teachers`, whose entries are teachers of their own name.
         """
+        own = {**own, **self.endpoints}
         found = {name: name for name in own}
         first: dict[str, str] = {}
         for name, model in self.teacher_model_by_agent_name.items():

@@ -385,11 +385,15 @@ class ChatModel(GenerationInterface):
             raise EndpointError(f"{self._config.base_url} sent no chat completion: {shown}") from None
 
 
-def connection_to(config: ModelEndpointConfig, timeout_s: float | None = None) -> EndpointConnection:
+def connection_to(
+    config: ModelEndpointConfig, timeout_s: float | None = None, section: str = SECTION, user: str = "the evaluation"
+) -> EndpointConnection:
     """Return a connection to an endpoint.
 
     Args:
         timeout_s: Time limit of one request in seconds. If None, the limit of the section.
+        section: Dotted key of the endpoint's section, for errors.
+        user: Part of the run that uses the endpoint, for errors.
 
     Raises:
         ConfigError: The environment variable of the key is not set.
@@ -397,9 +401,9 @@ def connection_to(config: ModelEndpointConfig, timeout_s: float | None = None) -
     return EndpointConnection(
         "the model's endpoint",
         config.base_url,
-        key_of(config.api_key_env, f"{SECTION}.api_key_env", "the evaluation"),
+        key_of(config.api_key_env, f"{section}.api_key_env", user),
         timeout_s or config.timeout_s,
-        f"{SECTION}.timeout_s",
+        f"{section}.timeout_s",
         config.max_concurrent_requests,
         _LARGEST_BYTES,
     )
