@@ -18,7 +18,7 @@ from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train_with_restarts as distillation_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import start_run
-from nemo_rl.algorithms.teachers import TeacherRoutes, TeacherScores, compare_vocabularies, role_of
+from nemo_rl.algorithms.teaching.teachers import TeacherRoutes, TeacherScores, compare_vocabularies, role_of
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer

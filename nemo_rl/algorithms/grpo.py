@@ -29,10 +29,10 @@ from nemo_rl.algorithms.rollout.source import check_source
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
 from nemo_rl.algorithms.scoring import forward_passes, policy_scoring
-from nemo_rl.algorithms.self_distillation import self_teacher
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import start_run
-from nemo_rl.algorithms.teachers import TEACHER_LOGPROBS, other_teachers
+from nemo_rl.algorithms.teaching.stages import teacher_stages
+from nemo_rl.algorithms.teaching.teachers import TEACHER_LOGPROBS
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import (
     AsyncGRPOConfig,
@@ -146,8 +146,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
         return [scoring, *teachers(roles), credit]
 
     data = with_effort_levels(data, config.effort_levels, grpo.seed, tokenizer, config.data)
-    learns_from_itself = config.on_policy_distillation.learns_from_itself
-    teachers = self_teacher(config, data.train, tokenizer) if learns_from_itself else other_teachers(config, tokenizer)
+    teachers = teacher_stages(config, data.train, tokenizer)
     check_source(grpo.rollout_source, "grpo.rollout_source")
     return Recipe(
         tokenizer=tokenizer,

@@ -44,8 +44,8 @@ def test_sampling_ahead_with_a_separate_teacher_and_adapters_learns(start_exampl
         CONFIG,
         (
             *OVERRIDES,
-            "grpo.max_num_steps=24",
-            "grpo.val_period=24",
+            "grpo.max_num_steps=40",
+            "grpo.val_period=40",
             "grpo.overlap.mode=ahead",
             "on_policy_distillation.non_colocated_teachers.enabled=true",
             "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 16, alpha: 32}",
@@ -53,7 +53,7 @@ def test_sampling_ahead_with_a_separate_teacher_and_adapters_learns(start_exampl
         ),
         tmp_path,
     )
-    assert metrics["validation", 24, "accuracy"] > metrics["validation", 0, "accuracy"] + 0.1
+    assert metrics["validation", 40, "accuracy"] > metrics["validation", 0, "accuracy"] + 0.1
 
 
 @pytest.mark.long
@@ -94,7 +94,8 @@ def test_a_policy_that_can_use_hints_teaches_itself(start_example: StartExample,
     ]
     (tmp_path / "hints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     train = f"data.train={{dataset_name: openai_format, data_path: {tmp_path}/hints.jsonl}}"
-    sft = (train, "data.validation=null", "sft.max_num_steps=120", "sft.val_period=0", "sft.val_at_end=false")
+    off = ("sft.val_at_start=false", "sft.val_at_end=false")
+    sft = (train, "data.validation=null", "sft.max_num_steps=120", "sft.val_period=0", *off)
     finished(start_example, "run_sft.py", "sft_cpu.yaml", sft, tmp_path / "sft")
     hinted = tmp_path / "sft/checkpoints/step_120/policy/weights/model"
     section = "on_policy_distillation.self_distillation"

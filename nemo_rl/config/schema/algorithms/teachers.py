@@ -1,6 +1,6 @@
 """Define the keys of `on_policy_distillation`: the teachers of a GRPO run, and the samples that each of them scores.
 
-`config.runs.teachers` makes the sections of the models from them, and `algorithms.teachers` scores the samples.
+`config.runs.teachers` makes the sections of the models from them, and `algorithms.teaching` scores the samples.
 """
 
 from collections.abc import Mapping
@@ -109,6 +109,9 @@ class OnPolicyDistillationConfig(Section):
     """Name in teacher_model_by_agent_name of the teacher of all other samples; null: there must be no others."""
     strict_agent_name_match: bool = False
     """Raise an error if a sample's environment or agent has no teacher of its own, also with default_teacher_alias."""
+    compares: Literal["tokens", "text"] = "tokens"
+    """tokens: compare log-probabilities of single tokens, which needs teachers with the policy's vocabulary; text: with
+    teachers that have another vocabulary, compare the shortest texts that end between two tokens of both."""
     deduplicate_shared_teacher_checkpoints: bool = True
     """Load a model that several names have only once."""
     non_colocated_teachers: SeparateTeachersConfig = Field(default_factory=SeparateTeachersConfig)

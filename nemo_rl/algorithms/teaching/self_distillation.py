@@ -8,35 +8,28 @@ Invariant: teacher and student score the same sampled tokens. A sample without c
 so its advantage is 0.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.runtime.run import Stage, StepBatch
-from nemo_rl.algorithms.teachers import TEACHER_LOGPROBS
-from nemo_rl.config import GRPOMasterConfig, SelfDistillationConfig
-from nemo_rl.data.interfaces import Chat, DatumSpec, Message, TokenizerType
+from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
+from nemo_rl.algorithms.teaching.teachers import TEACHER_LOGPROBS
+from nemo_rl.config import SelfDistillationConfig
+from nemo_rl.data.interfaces import Chat, DatumSpec, Message
 from nemo_rl.data.packing import PROMPT_GROUPS
-from nemo_rl.data.processors import prompt_entry
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory, is_right
 from nemo_rl.losses.reductions import masked_mean
 from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.interfaces import ScoringModel
-from nemo_rl.utils.errors import ConfigError, DataError
+from nemo_rl.utils.errors import ConfigError
 
 SOLUTION = "solution"
 """Field of a context: the text of a right answer to the same prompt, by another sample of the step."""
-
-
-class Rows(Protocol):
-    """The data set of a run, whose rows are prompts."""
-
-    def __getitem__(self, idx: int, /) -> DatumSpec:
-        """Return the prompt of a row."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +37,7 @@ class PrivilegedPrompts:
     """Render prompts with a context that the student does not see."""
 
     config: SelfDistillationConfig
-    data: Rows
-    """Training prompts, by `Trajectory.idx`."""
-    tokenizer: TokenizerType
+    prompts: TeacherPrompts
 
     def check(self) -> None:
         """Render the first row, so that mistakes are found before anything starts.
@@ -55,7 +46,7 @@ class PrivilegedPrompts:
             ConfigError: the context does not change the prompt, or names a field that the row lacks.
             DataError: the row does not say what its prompt was rendered from.
         """
-        datum = self.data[0]
+        datum = self.prompts.data[0]
         if torch.equal(self._ids(datum, self._context(datum, "...")), datum["message_log"][0]["token_ids"]):
             raise ConfigError(
                 "on_policy_distillation.self_distillation.context does not change the prompt of the first row, so "
@@ -70,14 +61,7 @@ class PrivilegedPrompts:
         """
         if solution is None and self.config.needs_solution:
             return None
-        datum = self.data[row.idx]
-        own = datum["message_log"][0]["token_ids"]
-        if not torch.equal(own, _prompt_of(row)):
-            raise DataError(
-                f"row {row.idx}: the prompt of a sample is not that of its row, because an environment or a program "
-                "wrote it. Self-distillation adds its context to prompts of the data; use another environment, or "
-                "teachers (on_policy_distillation.teacher_model_by_agent_name)."
-            )
+        datum = self.prompts.row_of(row)
         return self._ids(datum, self._context(datum, solution))
 
     def _context(self, datum: DatumSpec, solution: str | None) -> str:
@@ -93,15 +77,7 @@ class PrivilegedPrompts:
             ) from error
 
     def _ids(self, datum: DatumSpec, context: str) -> Tensor:
-        if "chat" not in datum:
-            raise DataError(
-                f"row {datum['idx']} has no `chat`, so its prompt cannot be rendered with a context. Let the data "
-                "processor set `chat`, a dict with `messages` and `tools`."
-            )
-        ids: Tensor = prompt_entry(with_context(datum["chat"], context, self.config.message), self.tokenizer)[
-            "token_ids"
-        ]
-        return ids
+        return self.prompts.ids(datum, lambda chat: with_context(chat, context, self.config.message))
 
 
 def with_context(chat: Chat, context: str, role: str) -> Chat:
@@ -116,12 +92,6 @@ def with_context(chat: Chat, context: str, role: str) -> Chat:
     else:
         found["content"] = [*found["content"], {"type": "text", "text": f"\n\n{context}"}]
     return {**chat, "messages": messages}
-
-
-def _prompt_of(row: Trajectory) -> Tensor:
-    """Return the token ids of a sample before its first response."""
-    ids = [message["token_ids"] for message in row.message_log if "generation_logprobs" not in message]
-    return torch.cat(ids)[: row.prompt_length] if ids else torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -191,23 +161,6 @@ class SelfTeacher:
         for place, (index, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
             start, end = rows[index].prompt_length, rows[index].length
             scores_BT[index, start:end] = found_RT[place, length - (end - start) : length]
-
-
-def self_teacher(
-    config: GRPOMasterConfig, data: Rows, tokenizer: TokenizerType
-) -> Callable[[Mapping[str, ScoringModel]], list[Stage]]:
-    """Return a function that builds the stage of self-distillation from the models of a run.
-
-    Args:
-        data: Training prompts.
-        tokenizer: The policy's tokenizer.
-
-    Raises:
-        ConfigError, DataError: raised by `PrivilegedPrompts.check`.
-    """
-    prompts = PrivilegedPrompts(config.on_policy_distillation.self_distillation, data, tokenizer)
-    prompts.check()
-    return lambda roles: [SelfTeacher(roles["policy"], prompts, config.policy.max_total_sequence_length)]
 
 
 def solutions_of(rows: Sequence[Trajectory]) -> list[str | None]:

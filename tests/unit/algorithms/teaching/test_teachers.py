@@ -8,8 +8,10 @@ import torch
 from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 
 from nemo_rl.algorithms import distillation, grpo
+from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.teachers import TeacherLogprobs, TeacherRoutes, TeacherScores, other_teachers
+from nemo_rl.algorithms.teaching.stages import teacher_stages
+from nemo_rl.algorithms.teaching.teachers import TeacherLogprobs, TeacherRoutes, TeacherScores
 from nemo_rl.config import DistillationMasterConfig, GRPOMasterConfig, load_config
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -17,7 +19,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.utils.errors import ConfigError, DataError
 
-CONFIGS = Path(__file__).resolve().parents[3] / "examples/configs"
+CONFIGS = Path(__file__).resolve().parents[4] / "examples/configs"
 TEACHER, STUDENT = "examples/assets/tiny-teacher", "examples/assets/tiny-chat"
 TWO = f"on_policy_distillation.teacher_model_by_agent_name={{math: {TEACHER}, code: {STUDENT}}}"
 
@@ -64,7 +66,8 @@ def batch_of(*environments: str, **info: Any) -> StepBatch:
 def test_each_row_is_scored_by_the_teacher_of_its_environment() -> None:
     config = config_of(TWO)
     models = {"teachers.math": Constant(-2.0), "teachers.code": Constant(-5.0)}
-    stages = other_teachers(config, get_tokenizer(config.policy.tokenizer))(models)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    stages = teacher_stages(config, response_data(tokenizer, config).train, tokenizer)(models)
     assert [stage.roles for stage in stages] == [("teachers.math",), ("teachers.code",)]
     batch = batch_of("code", "math", "code")
     metrics = {name: value for stage in stages for name, value in stage.apply(batch).items()}

@@ -9,17 +9,16 @@ turns. Invariant: each row is scored by exactly one teacher, whose weights never
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.runtime.run import Stage, StepBatch
-from nemo_rl.config import GRPOMasterConfig, OnPolicyDistillationConfig, TeacherEndpointConfig
+from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.config import OnPolicyDistillationConfig
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.reductions import masked_mean
@@ -137,44 +136,10 @@ class TeacherLogprobs:
         if not rows:
             return metrics
         scores_RT = self.teacher.get_logprobs(tensors.select_indices(rows))["logprobs"]
-        _write(tensors, {TEACHER_LOGPROBS: scores_RT}, rows)
+        write_rows(tensors, {TEACHER_LOGPROBS: scores_RT}, rows)
         mask_RT = BatchRows.of(tensors).advantage_mask()[rows]
         gap_RT = tensors["prev_logprobs"][rows] - scores_RT
         return metrics | {f"{self.role}/reverse_kl": float(masked_mean(gap_RT, mask_RT))}
-
-
-def other_teachers(
-    config: GRPOMasterConfig, tokenizer: TokenizerType
-) -> Callable[[Mapping[str, ScoringModel]], list[Stage]]:
-    """Return a function that builds a stage for each model of the section `teachers` from the models of a run.
-
-    Args:
-        tokenizer: The policy's tokenizer.
-
-    Raises:
-        ConfigError: A token has another id in a teacher's tokenizer, or a teacher has no tokenizer.
-    """
-    for name, teacher in config.teachers.items():
-        other = get_tokenizer(teacher.tokenizer, section=role_of(name))
-        compare_vocabularies(tokenizer, other, config.policy.model_name, teacher.model_name, role_of(name))
-    given = config.on_policy_distillation
-    routes = TeacherRoutes.of(given, config.teachers)
-    remote = {role_of(name): _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
-    names = [*map(role_of, config.teachers), *remote]
-
-    def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
-        scorers: Mapping[str, TokenScorer] = {**roles, **remote}
-        return [TeacherLogprobs(scorers[name], name, routes) for name in names]
-
-    return stages
-
-
-def _endpoint(name: str, config: TeacherEndpointConfig, tokenizer: TokenizerType) -> TokenScorer:
-    from nemo_rl.models.generation.remote.scores import EndpointScores  # runs without endpoints do not need httpx
-
-    teacher = EndpointScores(config, f"on_policy_distillation.endpoints.{name}")
-    teacher.check(tokenizer)
-    return teacher
 
 
 @dataclass(frozen=True)
@@ -204,11 +169,11 @@ class TeacherScores:
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write `teacher_topk_logits` (float32, divided by the temperature) and `teacher_topk_indices`, `[B, T, k]`."""
         if self.routes is None:
-            _write(batch.tensors, self._scores(batch.tensors), range(batch.tensors.size))
+            write_rows(batch.tensors, self._scores(batch.tensors), range(batch.tensors.size))
             return {}
         rows = self.routes.rows_of(self.role, batch.rows)
         if rows:
-            _write(batch.tensors, self._scores(batch.tensors.select_indices(rows)), rows)
+            write_rows(batch.tensors, self._scores(batch.tensors.select_indices(rows)), rows)
         return {f"{self.role}/num_rows": float(len(rows))}
 
     def _scores(self, rows: BatchedDataDict[Any]) -> dict[str, Tensor]:
@@ -219,7 +184,7 @@ class TeacherScores:
         }
 
 
-def _write(tensors: BatchedDataDict[Any], columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+def write_rows(tensors: BatchedDataDict[Any], columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
     """Write the values of some rows into columns of a batch. Other rows of a new column are 0."""
     for name, values in columns.items():
         if name not in tensors:

@@ -9,20 +9,21 @@ import torch
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.self_distillation import (
+from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
+from nemo_rl.algorithms.teaching.self_distillation import (
     PrivilegedPrompts,
     SelfTeacher,
-    self_teacher,
     solutions_of,
     with_context,
 )
+from nemo_rl.algorithms.teaching.stages import teacher_stages
 from nemo_rl.config import GRPOMasterConfig, SelfDistillationConfig, load_config
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.utils.errors import ConfigError, DataError
 
-CONFIG = Path(__file__).resolve().parents[3] / "examples/configs/grpo_math_cpu.yaml"
+CONFIG = Path(__file__).resolve().parents[4] / "examples/configs/grpo_math_cpu.yaml"
 HINT = "It is {ground_truth}."
 
 
@@ -66,7 +67,7 @@ def scored(*samples: Trajectory, longest: int = 128, **keys: Any) -> tuple[Token
     policy, section = TokenScores(), SelfDistillationConfig.build(**{"enabled": True, "context": HINT} | keys)
     batch = StepBatch(build_training_batch(samples, 0, mask_truncated=False, needs_reward=False), samples)
     batch.tensors["prev_logprobs"] = torch.full(batch.tensors["input_ids"].shape, -0.5)
-    metrics = SelfTeacher(policy, PrivilegedPrompts(section, DATA, TOKENIZER), longest).apply(batch)  # type: ignore[arg-type]
+    metrics = SelfTeacher(policy, PrivilegedPrompts(section, TeacherPrompts(DATA, TOKENIZER)), longest).apply(batch)  # type: ignore[arg-type]
     return policy, batch, metrics
 
 
@@ -138,11 +139,11 @@ def test_a_context_that_tells_nothing_is_refused(keys: dict[str, Any], message: 
 
 def test_a_context_is_tried_on_the_first_row() -> None:
     with pytest.raises(ConfigError, match=r"cannot be filled in for row 0: KeyError.*There are: \{ground_truth\}"):
-        self_teacher(config_of(context="{hint}"), DATA, TOKENIZER)
+        teacher_stages(config_of(context="{hint}"), DATA, TOKENIZER)
     without_chat = [{**DATA[0], "extra_env_info": {"ground_truth": ""}}]
     del without_chat[0]["chat"]
     with pytest.raises(DataError, match="has no `chat`"):
-        self_teacher(config_of(), without_chat, TOKENIZER)  # type: ignore[arg-type]
+        teacher_stages(config_of(), without_chat, TOKENIZER)  # type: ignore[arg-type]
 
 
 def test_a_prompt_that_is_not_that_of_the_row_is_named() -> None:

@@ -1,0 +1,84 @@
+"""Build the stages of a GRPO run that score samples with its teachers."""
+
+from collections.abc import Callable, Mapping
+
+from nemo_rl.algorithms.runtime.run import Stage
+from nemo_rl.algorithms.teaching.prompts import Rows, TeacherPrompts
+from nemo_rl.algorithms.teaching.self_distillation import PrivilegedPrompts, SelfTeacher
+from nemo_rl.algorithms.teaching.teachers import (
+    TeacherLogprobs,
+    TeacherRoutes,
+    TokenScorer,
+    compare_vocabularies,
+    role_of,
+)
+from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, spelling
+from nemo_rl.config import GRPOMasterConfig, TeacherEndpointConfig
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.models.policy.interfaces import ScoringModel
+
+type MakeStages = Callable[[Mapping[str, ScoringModel]], list[Stage]]
+"""Function that builds stages from the models of a run."""
+
+
+def teacher_stages(config: GRPOMasterConfig, data: Rows, tokenizer: TokenizerType) -> MakeStages:
+    """Return a function that builds the stages of all teachers of a run.
+
+    Args:
+        data: Training prompts.
+        tokenizer: The policy's tokenizer.
+
+    Raises:
+        ConfigError: A teacher cannot be compared with the policy, or an endpoint cannot be used.
+        DataError: The first prompt cannot be rendered for a teacher.
+    """
+    given, longest = config.on_policy_distillation, config.policy.max_total_sequence_length
+    if given.learns_from_itself:
+        prompts = PrivilegedPrompts(given.self_distillation, TeacherPrompts(data, tokenizer))
+        prompts.check()
+        return lambda roles: [SelfTeacher(roles["policy"], prompts, longest)]
+    routes = TeacherRoutes.of(given, config.teachers)
+    remote = {role_of(name): _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
+    aligned = _other_tokenizers(config, tokenizer)
+    for other in aligned.values():
+        TeacherPrompts(data, other).ids(data[0])
+
+    def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
+        own = [role_of(name) for name in config.teachers]
+        found: list[Stage] = [
+            AlignedTeacher(roles[role], role, routes, TeacherPrompts(data, aligned[role]), tokenizer, longest)
+            if role in aligned
+            else TeacherLogprobs(roles[role], role, routes)
+            for role in own
+        ]
+        return [*found, *(TeacherLogprobs(scorer, role, routes) for role, scorer in remote.items())]
+
+    return stages
+
+
+def _other_tokenizers(config: GRPOMasterConfig, tokenizer: TokenizerType) -> dict[str, TokenizerType]:
+    """Return the tokenizers of the teachers whose texts are compared, by role.
+
+    Raises:
+        ConfigError: A token has another id in a teacher's tokenizer, and the configuration compares tokens; or the
+            bytes of tokens are not known.
+    """
+    found: dict[str, TokenizerType] = {}
+    for name, teacher in config.teachers.items():
+        role = role_of(name)
+        other = get_tokenizer(teacher.tokenizer, section=role)
+        if config.on_policy_distillation.compares == "text" and other.get_vocab() != tokenizer.get_vocab():
+            spelling(tokenizer), spelling(other)
+            found[role] = other
+        else:
+            compare_vocabularies(tokenizer, other, config.policy.model_name, teacher.model_name, role)
+    return found
+
+
+def _endpoint(name: str, config: TeacherEndpointConfig, tokenizer: TokenizerType) -> TokenScorer:
+    from nemo_rl.models.generation.remote.scores import EndpointScores  # runs without endpoints do not need httpx
+
+    teacher = EndpointScores(config, f"on_policy_distillation.endpoints.{name}")
+    teacher.check(tokenizer)
+    return teacher
