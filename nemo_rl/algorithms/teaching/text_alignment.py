@@ -1,6 +1,6 @@
 """Score samples with a teacher that has another tokenizer, by comparing spans of text.
 
-    student  |Hel|lo| wor|ld|.|EOS|        bytes of all tokens ─► common ends ─► spans
+    student  |He|llo| wor|ld|.|EOS|        bytes of all tokens ─► common ends ─► spans
     teacher  |Hello| |world|.|EOS|         |Hello| world|.|EOS|
 
 The teacher reads the prompt in its own chat template, and the text of the answer in its own tokens. A span is the
@@ -94,7 +94,7 @@ def common_spans(left: Sequence[bytes], right: Sequence[bytes]) -> Iterator[tupl
         ValueError: The tokens do not spell the same bytes.
 
     Example:
-        >>> list(common_spans([b"Hel", b"lo", b"!"], [b"Hello", b"!"]))
+        >>> list(common_spans([b"He", b"llo", b"!"], [b"Hello", b"!"]))
         [(slice(0, 2, None), slice(0, 1, None)), (slice(2, 3, None), slice(1, 2, None))]
     """
     if b"".join(left) != b"".join(right):

@@ -86,7 +86,7 @@ class EndpointScores:
         if difference > _MOST_DIFFERENT:
             raise ConfigError(
                 f"{self._section}: two equal requests to {self._config.base_url} gave log-probabilities that differ by "
-                f"{difference:.3g} nats. A teacher must give the same numbers; look for several models behind one "
+                f"{difference:.3g} nats. A teacher must give the same numbers; check whether several models share one "
                 "address, or for a server that samples."
             )
         if difference > _NOTED:
