@@ -71,7 +71,7 @@ def test_a_teacher_of_a_vllm_server_gives_the_numbers_of_a_model_of_the_run(
 ) -> None:
     with vllm_server(tmp_path, "examples/assets/tiny-teacher") as address:
         overrides = (
-            "on_policy_distillation.teacher_model_by_agent_name=null",
+            "~on_policy_distillation.teacher_model_by_agent_name",
             f"on_policy_distillation.endpoints.math={{base_url: '{address}', model: tiny}}",
             "grpo.max_num_steps=2",
             "grpo.val_period=0",
@@ -95,13 +95,20 @@ def test_a_policy_that_can_use_hints_teaches_itself(start_example: StartExample,
     (tmp_path / "hints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     train = f"data.train={{dataset_name: openai_format, data_path: {tmp_path}/hints.jsonl}}"
     off = ("sft.val_at_start=false", "sft.val_at_end=false")
-    sft = (train, "data.validation=null", "sft.max_num_steps=120", "sft.val_period=0", *off)
+    sft = (
+        train,
+        "data.validation=null",
+        "sft.max_num_steps=120",
+        "sft.val_period=0",
+        "policy.max_total_sequence_length=96",
+        *off,
+    )
     finished(start_example, "run_sft.py", "sft_cpu.yaml", sft, tmp_path / "sft")
     hinted = tmp_path / "sft/checkpoints/step_120/policy/weights/model"
     section = "on_policy_distillation.self_distillation"
     overrides = (
         f"policy.model_name={hinted}",
-        "on_policy_distillation.teacher_model_by_agent_name=null",
+        "~on_policy_distillation.teacher_model_by_agent_name",
         f"{section}.enabled=true",
         f"{section}.context='{HINT}'",
         f"{section}.weights=initial",

@@ -44,7 +44,7 @@ LEVELS: dict[str, list[set[str]]] = {
         {"runtime"},
         {"setup"},
         {"rollout", "credit", "supervised"},
-        {"recipe", "scoring"},
+        {"recipe", "scoring", "teaching"},
         {"start", "kto"},
         {"grpo", "ppo", "distillation", "sft", "dpo", "rm"},
         {"advantage_estimator", "reward_functions", "utils", "loss"},

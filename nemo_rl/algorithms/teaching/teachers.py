@@ -23,7 +23,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.reductions import masked_mean
 from nemo_rl.models.batch_rows import BatchRows
-from nemo_rl.models.policy.interfaces import LogprobOutputSpec, ScoringModel
+from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.utils.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _agent_of(info: Mapping[str, Any]) -> str | None:
 class TokenScorer(Protocol):
     """Interface of a model that gives log-probabilities of tokens: a model of the run, or an endpoint."""
 
-    def get_logprobs(self, data: BatchedDataDict[Any], /) -> BatchedDataDict[LogprobOutputSpec]:
+    def get_logprobs(self, data: BatchedDataDict[Any], /) -> BatchedDataDict[Any]:
         """Return the log-probability of each token of the rows."""
 
 

@@ -21,7 +21,6 @@ from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError, pause_s
 from nemo_rl.models.generation.remote.model import connection_to
-from nemo_rl.models.policy.interfaces import LogprobOutputSpec
 from nemo_rl.utils.errors import ConfigError, EndpointUnusableError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class EndpointScores:
         self._section = section
         asyncio.run(connection_to(config, section=section, user="the teacher").close())
 
-    def get_logprobs(self, rows: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
+    def get_logprobs(self, rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """Score all tokens at temperature 1.
 
         Args:
