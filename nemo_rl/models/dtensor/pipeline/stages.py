@@ -36,7 +36,7 @@ from nemo_rl.models.dtensor.pipeline.stand_ins import (
     outputs_of_layers,
     stand_ins,
 )
-from nemo_rl.models.huggingface.layers import body, decoder_layers, hidden_states
+from nemo_rl.models.huggingface.layers import body, decoder_layers, hidden_states, parts_without_text
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.weight_sync.buckets import group_by_size
 
@@ -231,6 +231,7 @@ def require_divisible(hf: PreTrainedModel, place: Place) -> None:
     Raises:
         ConfigError: the results differ, or a chunk cannot run alone.
     """
+    _Ends.of(hf)
     was_training = hf.training
     hf.eval()
     try:
@@ -245,7 +246,6 @@ def require_divisible(hf: PreTrainedModel, place: Place) -> None:
 
 @torch.no_grad()
 def _chunks_compute_the_same(hf: PreTrainedModel, place: Place) -> bool:
-    _Ends.of(hf)
     embeddings: Any = hf.get_input_embeddings()
     tokens = (torch.arange(8, device=embeddings.weight.device) * 5 + 1)[None] % embeddings.weight.shape[0]
     whole = hidden_states_of_whole(hf, tokens)
@@ -284,6 +284,8 @@ class _Ends:
         part = body(hf)
         if part is hf or not isinstance(part._modules.get("layers"), nn.ModuleList):
             raise _refused(hf, "it has no list of decoder layers `layers` in its body")
+        if parts_without_text(hf):
+            raise _refused(hf, "it has parts that read images or sound, which no stage holds")
         embedding = hf.get_input_embeddings()
         if not any(module is embedding for module in part.children()):
             raise _refused(hf, "its embedding is not next to its layers")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from architectures import random_model
+from parity.every_type import tiny_model
 from pipeline_helpers import CPU, Case, layers, microbatches, save_model
 from policy_helpers import free_port, run_ranks
 from torch import nn
@@ -102,6 +103,12 @@ def test_a_model_with_an_unknown_body_is_refused_by_name(model_type, why) -> Non
         ConfigError, match=rf"{type(hf).__name__} cannot be divided .*({why}).*pipeline_parallel_size=1"
     ):
         cut(hf, Place(0, 2, (range(1), range(1, 2))))
+
+
+def test_a_model_with_a_tower_for_images_is_refused_by_name() -> None:
+    hf = tiny_model("gemma3")
+    with pytest.raises(ConfigError, match="cannot be divided into pipeline stages: it has parts that read images"):
+        require_divisible(hf, Place(0, 2, (range(1), range(1, 2))))
 
 
 def test_what_a_forward_does_before_and_after_its_layers_is_done_once() -> None:
