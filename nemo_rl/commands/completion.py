@@ -18,12 +18,15 @@ In ~/.zshrc this line comes before it: autoload -U compinit bashcompinit && comp
 """
 _TRAINING = ("policy", "data", "checkpointing", "logger", "cluster", "loss_fn")
 SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "grpo": (*_TRAINING, "env", "grpo", "async_rl", "reward_penalties", "effort_levels"),
+    "grpo": (
+        *(*_TRAINING, "env", "grpo", "async_rl", "reward_penalties", "effort_levels"),
+        *("on_policy_distillation", "teachers"),
+    ),
     "ppo": (*_TRAINING, "env", "ppo", "value", "value_loss_fn"),
     "sft": (*_TRAINING, "sft"),
     "dpo": (*_TRAINING, "dpo"),
     "rm": (*_TRAINING, "rm"),
-    "distillation": (*_TRAINING, "env", "distillation", "teacher"),
+    "distillation": (*_TRAINING, "env", "distillation", "teacher", "teachers"),
     "eval": ("generation", "tokenizer", "eval", "data", "env", "cluster"),
 }
 """Sections of the configuration of each program. The schema would name them too, but takes a second to import."""

@@ -41,7 +41,7 @@ from nemo_rl.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-TOKEN_TENSORS = ("prev_logprobs", "reference_policy_logprobs", "sample_mask", "advantages")
+TOKEN_TENSORS = ("prev_logprobs", "reference_policy_logprobs", "teacher_logprobs", "sample_mask", "advantages")
 """Tensors of a batch that stages compute, in the order of computation, in which a replay compares them."""
 SAMPLED = ("input_ids", "token_mask", "generation_logprobs")
 """Tensors of a batch that come from the rollouts."""
