@@ -1,0 +1,208 @@
+"""Update matrices by Muon and all other parameters by AdamW, on any mesh.
+
+Muon replaces the momentum of a matrix by the nearest orthogonal matrix, which a few Newton-Schulz steps approximate.
+`Muon` is `torch.optim.Muon` for parameters that are divided among ranks, and for stacks of matrices (experts), with
+`torch.optim.AdamW` for the parameters that Muon cannot update. Momentum and weights stay on their ranks;
+`distributed.ranks.whole_matrices` joins each matrix on one rank for the Newton-Schulz steps.
+
+Invariant: the update is that of `torch.optim.Muon` on the undivided matrix. Plain matrices get the same bits. On
+meshes, sums of gradients are rounded in another order, and Newton-Schulz steps in bfloat16 enlarge the difference.
+
+Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon), Liu et al. 2025 (arXiv:2502.16982).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload, override
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nemo_rl.distributed.ranks.placements import held_here
+from nemo_rl.distributed.ranks.whole_matrices import MatrixAxes
+
+ORTHOGONAL = "orthogonal"
+"""Key of a parameter group: whether Muon updates its parameters, or AdamW."""
+SAME_RATE = "match_rms_adamw"
+"""The `adjust_lr_fn` with which Muon and AdamW have the same learning rate."""
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_MOST_STEPS = 99
+"""The largest number of steps that `torch.optim.Muon` takes."""
+_BYTES_AT_ONCE = 256 * 1024**2
+"""Bytes of matrices that a rank joins at once, unless one matrix has more."""
+
+type Settings = dict[str, Any]
+
+
+class Muon(Optimizer):
+    """Muon for matrices, and AdamW for other parameters.
+
+    Args:
+        params: parameter groups. A group's entry `orthogonal` says whether Muon or AdamW updates it.
+        lr: learning rate of Muon, and of AdamW unless `adamw` has one.
+        weight_decay: weight decay of Muon, and of AdamW unless `adamw` has one.
+        momentum: factor of the earlier momentum.
+        nesterov: use Nesterov momentum.
+        ns_coefficients: coefficients of the Newton-Schulz polynomial.
+        eps: smallest norm by which a matrix is divided.
+        ns_steps: number of Newton-Schulz steps.
+        adjust_lr_fn: factor of the learning rate for a matrix of m rows and n columns. `original` and None: sqrt(max(1,
+            m / n)); `match_rms_adamw`: 0.2 sqrt(max(m, n)).
+        ns_dtype: dtype of the Newton-Schulz steps, `bfloat16` as in `torch.optim.Muon`, or `float32`.
+        adamw: arguments of `torch.optim.AdamW`.
+
+    Raises:
+        ValueError: an argument is out of its range, or AdamW has no learning rate of its own and Muon's does not fit.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Settings],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        ns_dtype: str = "bfloat16",
+        adamw: Mapping[str, Any] | None = None,
+    ) -> None:
+        if ns_dtype not in _DTYPES:
+            raise ValueError(f"ns_dtype={ns_dtype!r} is none of {', '.join(_DTYPES)}.")
+        if not 1 <= ns_steps <= _MOST_STEPS:
+            raise ValueError(f"ns_steps={ns_steps} is not between 1 and {_MOST_STEPS}.")
+        other = dict(adamw or {})
+        if "lr" not in other and adjust_lr_fn != SAME_RATE:
+            raise ValueError(
+                f"adamw has no lr. With adjust_lr_fn={adjust_lr_fn}, lr={lr:g} is the rate of orthogonal matrices and"
+                f" too large for AdamW. Set adamw: {{lr: ...}}, or adjust_lr_fn={SAME_RATE} to use one rate."
+            )
+        place = [nn.Parameter(torch.zeros(1, 1))]  # torch checks the arguments for it
+        matrices = torch.optim.Muon(
+            place, lr, weight_decay, momentum, nesterov, tuple(ns_coefficients), eps, ns_steps, adjust_lr_fn
+        ).defaults
+        self._adamw = torch.optim.AdamW(place, **{"lr": lr, "weight_decay": weight_decay, **other})
+        settings = {True: {**matrices, "ns_dtype": ns_dtype}, False: self._adamw.defaults}
+        super().__init__([{**settings[group[ORTHOGONAL]], **group} for group in params], {})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient. The call is collective over the meshes of the parameters.
+
+        Args:
+            closure: computes the loss again, as in other optimizers of torch.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._adamw.state = self.state
+        self._adamw.param_groups = [group for group in self.param_groups if not group[ORTHOGONAL]]
+        self._adamw.step()
+        for group in self.param_groups:
+            if group[ORTHOGONAL]:
+                self._update_matrices(group)
+        return loss
+
+    def _update_matrices(self, group: Settings) -> None:
+        """Update momentum and weights of a group. A learning rate of 0 changes no weight."""
+        having = [parameter for parameter in group["params"] if parameter.grad is not None]
+        wanted = [self._momentum(parameter, group) for parameter in having]
+        rate = float(group["lr"])
+        if rate == 0:
+            return
+        alike: dict[Any, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        for parameter, update in zip(having, wanted, strict=True):
+            alike[parameter.shape, getattr(parameter, "placements", None)].append((parameter, update))
+        first = 0
+        for (shape, _), pairs in alike.items():
+            adjusted = adjusted_rate(rate, group["adjust_lr_fn"], shape)
+            for parameter, update in _orthogonalized(pairs, group, first):
+                weight = held_here(parameter)
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.add_(update.to(weight.device), alpha=-adjusted)
+            first += len(pairs)
+
+    def _momentum(self, parameter: nn.Parameter, group: Settings) -> Tensor:
+        """Add the gradient to the momentum, and return this rank's part of what the Newton-Schulz steps get."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
+        gradient, buffer = held_here(parameter.grad), held_here(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+
+def _orthogonalized(
+    pairs: Sequence[tuple[nn.Parameter, Tensor]], group: Settings, first: int
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield this rank's part of the orthogonal matrices of parameters with the same shape and placements.
+
+    Args:
+        pairs: parameters and the results of `Muon._momentum`.
+        group: settings of the Newton-Schulz steps.
+        first: see `MatrixAxes.apply`.
+    """
+    parameter, part = pairs[0]
+    axes, dtype = MatrixAxes.of(parameter), _DTYPES[group["ns_dtype"]]
+    device = torch.device(parameter.device_mesh.device_type) if hasattr(parameter, "device_mesh") else part.device
+
+    def compute(matrices: Tensor) -> Tensor:
+        arguments = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if parameter.dim() > 2:
+            return orthogonal(matrices, *arguments)
+        return torch.stack([orthogonal(matrix, *arguments) for matrix in matrices])
+
+    whole = parameter.numel() * dtype.itemsize
+    at_once = axes.num_ranks * max(1, _BYTES_AT_ONCE // max(whole, 1))
+    for start in range(0, len(pairs), at_once):
+        chosen = pairs[start : start + at_once]
+        parts = torch.stack([update.to(device, dtype) for _, update in chosen])
+        results = axes.apply(compute, parts.flatten(0, -3), first + start).view(parts.shape)
+        yield from ((parameter, result) for (parameter, _), result in zip(chosen, results, strict=True))
+
+
+def orthogonal(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return approximations of the nearest orthogonal matrices, with singular values of about 0.7 to 1.2.
+
+    Args:
+        matrices: `[m, n]` or `[K, m, n]`. One matrix gets the same operations as in `torch.optim.Muon`.
+        coefficients: a, b and c of the Newton-Schulz step `X <- a X + (b A + c A^2) X`, where `A = X X^T`.
+        steps: number of steps.
+        eps: smallest norm by which a matrix is divided.
+    """
+    a, b, c = coefficients
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if tall else matrices
+    fused = torch.addmm if x.dim() == 2 else torch.baddbmm
+    norm = x.norm() if x.dim() == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = fused(x, fused(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def adjusted_rate(rate: float, how: str | None, shape: Sequence[int]) -> float:
+    """Return the learning rate of a matrix, whose last two dimensions are rows and columns, as in `torch.optim.Muon`.
+
+    Args:
+        how: the argument `adjust_lr_fn` of `Muon`.
+    """
+    rows, columns = shape[-2:]
+    if how == SAME_RATE:
+        return rate * 0.2 * math.sqrt(max(rows, columns))
+    return rate * math.sqrt(max(1, rows / columns))
