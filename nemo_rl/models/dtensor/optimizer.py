@@ -118,21 +118,31 @@ def hidden_matrices(hf: nn.Module) -> frozenset[str]:
 
     Args:
         hf: the whole model, before it is divided into stages or among ranks.
+
+    Raises:
+        ConfigError: the model trains no such parameter.
     """
-    from nemo_rl.models.dtensor.expert_parallel import find_experts  # slow to import
+    from transformers.pytorch_utils import Conv1D  # slow to import, and not needed by `check_optimizer`
+
+    from nemo_rl.models.dtensor.expert_parallel import find_experts
     from nemo_rl.models.dtensor.routers import find_routers
 
-    modules = dict(hf.named_modules())
-    experts = [name for name in modules if name.rpartition(".")[2] == "experts" or name in find_experts(hf)]
+    modules, fused = dict(hf.named_modules()), find_experts(hf)
+    experts = [name for name in modules if name.rpartition(".")[2] == "experts" or name in fused]
     head: Any = hf.get_output_embeddings  # type: ignore[union-attr]
     others = [module for module in modules.values() if isinstance(module, nn.Embedding)]
     others += [each for each in (head(), modules.get("score"), *find_routers(hf, experts)) if each is not None]
     left = {id(parameter) for module in others for parameter in module.parameters()}
     weights = [weight for name in experts for weight in modules[name].parameters(recurse=False) if weight.dim() == 3]
-    weights += [module.weight for module in modules.values() if isinstance(module, nn.Linear)]
+    weights += [module.weight for module in modules.values() if isinstance(module, nn.Linear | Conv1D)]
     chosen = {id(weight) for weight in weights if min(weight.shape[-2:]) > 1} - left
     named = {name: weight for name, weight in hf.named_parameters() if weight.requires_grad}
     found = frozenset(name for name, weight in named.items() if id(weight) in chosen)
+    if not found:
+        raise ConfigError(
+            f"torch.optim.Muon updates weights of linear layers and experts, and {type(hf).__name__} trains none. Use "
+            "torch.optim.AdamW."
+        )
     sizes = [sum(named[name].numel() for name in names) for names in (found, named)]
     logger.info(
         "Muon updates %d of %d parameters, with %.4g of %.4g million weights; AdamW updates the others.",

@@ -13,7 +13,7 @@ Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon), Liu et 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload, override
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_rl.distributed.ranks.placements import held_here
-from nemo_rl.distributed.ranks.whole_matrices import MatrixAxes
+from nemo_rl.distributed.ranks.whole_matrices import MatrixAxes, OfMatrices
 
 ORTHOGONAL = "orthogonal"
 """Key of a parameter group: whether Muon updates its parameters, or AdamW."""
@@ -118,22 +118,27 @@ class Muon(Optimizer):
 
     def _update_matrices(self, group: Settings) -> None:
         """Update momentum and weights of a group. A learning rate of 0 changes no weight."""
-        having = [parameter for parameter in group["params"] if parameter.grad is not None]
-        wanted = [self._momentum(parameter, group) for parameter in having]
-        rate = float(group["lr"])
-        if rate == 0:
-            return
-        alike: dict[Any, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
-        for parameter, update in zip(having, wanted, strict=True):
-            alike[parameter.shape, getattr(parameter, "placements", None)].append((parameter, update))
-        first = 0
-        for (shape, _), pairs in alike.items():
+        rate, first = float(group["lr"]), 0
+        alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                alike[parameter.shape, getattr(parameter, "placements", None)].append(parameter)
+        for (shape, _), parameters in alike.items():
+            axes = MatrixAxes.of(parameters[0])
+            whole = max(1, parameters[0].numel() * _DTYPES[group["ns_dtype"]].itemsize)
+            at_once = axes.num_ranks * max(1, _BYTES_AT_ONCE // whole)
             adjusted = adjusted_rate(rate, group["adjust_lr_fn"], shape)
-            for parameter, update in _orthogonalized(pairs, group, first):
-                weight = held_here(parameter)
-                weight.mul_(1 - rate * group["weight_decay"])
-                weight.add_(update.to(weight.device), alpha=-adjusted)
-            first += len(pairs)
+            for start in range(0, len(parameters), at_once):
+                chosen = parameters[start : start + at_once]
+                parts = torch.stack([self._momentum(parameter, group) for parameter in chosen])
+                if rate == 0:
+                    continue
+                results = axes.apply(_function(group, len(shape)), parts.flatten(0, -3), first + start)
+                for parameter, update in zip(chosen, results.view(parts.shape), strict=True):
+                    weight = held_here(parameter)
+                    weight.mul_(1 - rate * group["weight_decay"])
+                    weight.add_(update.to(weight.device), alpha=-adjusted)
+            first += len(parameters)
 
     def _momentum(self, parameter: nn.Parameter, group: Settings) -> Tensor:
         """Add the gradient to the momentum, and return this rank's part of what the Newton-Schulz steps get."""
@@ -143,36 +148,21 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
         gradient, buffer = held_here(parameter.grad), held_here(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        mesh = getattr(parameter, "device_mesh", None)
+        return update.to(update.device if mesh is None else mesh.device_type, _DTYPES[group["ns_dtype"]])
 
 
-def _orthogonalized(
-    pairs: Sequence[tuple[nn.Parameter, Tensor]], group: Settings, first: int
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield this rank's part of the orthogonal matrices of parameters with the same shape and placements.
+def _function(group: Settings, dims: int) -> OfMatrices:
+    """Return the function of `[K, m, n]` matrices that a group's settings describe. Experts are computed in one batch.
 
     Args:
-        pairs: parameters and the results of `Muon._momentum`.
-        group: settings of the Newton-Schulz steps.
-        first: see `MatrixAxes.apply`.
+        dims: number of dimensions of the parameters.
     """
-    parameter, part = pairs[0]
-    axes, dtype = MatrixAxes.of(parameter), _DTYPES[group["ns_dtype"]]
-    device = torch.device(parameter.device_mesh.device_type) if hasattr(parameter, "device_mesh") else part.device
-
-    def compute(matrices: Tensor) -> Tensor:
-        arguments = (group["ns_coefficients"], group["ns_steps"], group["eps"])
-        if parameter.dim() > 2:
-            return orthogonal(matrices, *arguments)
-        return torch.stack([orthogonal(matrix, *arguments) for matrix in matrices])
-
-    whole = parameter.numel() * dtype.itemsize
-    at_once = axes.num_ranks * max(1, _BYTES_AT_ONCE // max(whole, 1))
-    for start in range(0, len(pairs), at_once):
-        chosen = pairs[start : start + at_once]
-        parts = torch.stack([update.to(device, dtype) for _, update in chosen])
-        results = axes.apply(compute, parts.flatten(0, -3), first + start).view(parts.shape)
-        yield from ((parameter, result) for (parameter, _), result in zip(chosen, results, strict=True))
+    arguments = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+    if dims > 2:
+        return lambda matrices: orthogonal(matrices, *arguments)
+    return lambda matrices: torch.stack([orthogonal(matrix, *arguments) for matrix in matrices])
 
 
 def orthogonal(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -70,15 +70,15 @@ if __name__ == "__main__":
     import time
 
     for arch, ranks, mesh in [
-        ("qwen2", 2, {}),
-        ("qwen2", 2, {"tensor_parallel_size": 2}),
+        ("qwen3", 2, {}),
+        ("qwen3", 2, {"tensor_parallel_size": 2}),
         ("phi3", 4, {"tensor_parallel_size": 2}),
         ("qwen3_moe", 2, {"expert_parallel_size": 2}),
         ("gpt_oss", 4, {"expert_parallel_size": 2}),
-        ("qwen2", 2, {"pipeline_parallel_size": 2}),
+        ("qwen3", 2, {"pipeline_parallel_size": 2}),
         ("qwen3_moe", 4, {"expert_parallel_size": 2, "dp_replicate_size": 2}),
         ("qwen3_moe", 2, {"tensor_parallel_size": 2}),
-        ("qwen2", 4, {"dp_replicate_size": 2}),
+        ("qwen3", 4, {"dp_replicate_size": 2}),
     ]:
         with tempfile.TemporaryDirectory() as folder:
             model = random_model(arch, initializer_range=0.1, vocab_size=100)
