@@ -224,23 +224,29 @@ def check_optimizer(policy: PolicyConfig, section: str) -> None:
 def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
     """Refuse arguments that a class does not have, and non-finite numbers."""
     cls = _named_class(entry, f"{key}.name")
+    if cls is Muon and isinstance(entry.kwargs.get("adamw"), Mapping):
+        _check_arguments(torch.optim.AdamW, "torch.optim.AdamW", entry.kwargs["adamw"], f"{key}.kwargs.adamw")
+    _check_arguments(cls, entry.name, entry.kwargs, f"{key}.kwargs")
+
+
+def _check_arguments(cls: Any, class_name: str, kwargs: Mapping[str, Any], key: str) -> None:
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # not a class, or a class written in C
         return
-    if cls is Muon and isinstance(entry.kwargs.get("adamw"), Mapping):
-        _check_names(OptimizerConfig(name="torch.optim.AdamW", kwargs=entry.kwargs["adamw"]), f"{key}.kwargs.adamw")
     names = [name for name, each in parameters.items() if each.kind not in _VARIABLE][1:]
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    for name, value in entry.kwargs.items():
+    for name, value in kwargs.items():
         if name not in names and not takes_any:
             near = did_you_mean(name, names)
+            if cls is Muon and name in inspect.signature(torch.optim.AdamW).parameters:
+                near = f" It is an argument of AdamW: write {key}.adamw.{name}."
             taken = f"It takes: {', '.join(names)}."
-            raise ConfigError(f"{key}.kwargs do not fit {entry.name}: it has no argument {name}.{near} {taken}")
+            raise ConfigError(f"{key} do not fit {class_name}: it has no argument {name}.{near} {taken}")
         default = parameters[name].default if name in parameters else None
         if problem := _unlike(value, default):
             given = f"{name}={value!r} {problem}"
-            raise ConfigError(f"{key}.kwargs do not fit {entry.name}: {given}. Its default is {default!r}.")
+            raise ConfigError(f"{key} do not fit {class_name}: {given}. Its default is {default!r}.")
 
 
 def _unlike(value: Any, default: Any) -> str:
