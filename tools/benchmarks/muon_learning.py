@@ -64,10 +64,12 @@ def model_of(size: str, seed: int) -> Path:
 
 def optimizer_overrides(optimizer: str, rate: float) -> list[str]:
     """Return the settings of an optimizer. Muon's rate is that of AdamW, whose updates are as large."""
+    own = [f"policy.optimizer.kwargs.lr={rate}", "policy.optimizer.kwargs.weight_decay=0.01"]
     if optimizer == "AdamW":
-        return [f"policy.optimizer.kwargs={{lr: {rate}, weight_decay: 0.01, betas: [0.9, 0.95]}}"]
-    kwargs = f"{{lr: {rate}, weight_decay: 0.01, adjust_lr_fn: match_rms_adamw, adamw: {{betas: [0.9, 0.95]}}}}"
-    return ["policy.optimizer.name=torch.optim.Muon", f"policy.optimizer.kwargs={kwargs}"]
+        return [*own, "policy.optimizer.kwargs.betas=[0.9,0.95]", "policy.optimizer.kwargs.eps=1e-8"]
+    own += ["policy.optimizer.name=torch.optim.Muon", "+policy.optimizer.kwargs.adjust_lr_fn=match_rms_adamw"]
+    own += ["+policy.optimizer.kwargs.adamw={betas: [0.9, 0.95]}"]
+    return [*own, "~policy.optimizer.kwargs.betas", "~policy.optimizer.kwargs.eps"]
 
 
 def measure(optimizer: str, rate: float, seed: int, arguments: argparse.Namespace) -> list[Losses]:
@@ -93,10 +95,8 @@ def table(results: dict[tuple[str, float], list[list[Losses]]]) -> str:
         validated = [{each.step: each.loss for each in run if each.kind == "validation"} for run in runs]
         if not lines:
             steps = list(validated[0])
-            lines.append(
-                f"| optimizer | lr | seeds | {' | '.join(f'step {step}' for step in steps)} | seconds a step |"
-            )
-            lines.append(f"|---|---:|---:|{'---:|' * (len(steps) + 1)}")
+            heads = [*(f"step {step}" for step in steps), "seconds a step"]
+            lines += [f"| optimizer | lr | seeds | {' | '.join(heads)} |", f"|---|---:|---:|{'---:|' * len(heads)}"]
         cells = []
         for step in validated[0]:
             losses = [losses[step] for losses in validated]
@@ -129,9 +129,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", default="3m", choices=list(SIZES), help="parameters of the model")
     parser.add_argument("--steps", type=int, default=100, help="of each run")
-    parser.add_argument(
-        "--seeds", type=int, nargs="*", default=[1, 2, 3], help="one run of each; none: print the table"
-    )
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="of the runs; none: only print")
     parser.add_argument("--optimizers", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--rates", type=float, nargs="+", help="learning rates of all optimizers")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads")
