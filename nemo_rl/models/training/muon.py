@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nemo_rl.distributed.ranks.placements import held_here
-from nemo_rl.distributed.ranks.whole_matrices import MatrixAxes, OfMatrices
 
 ORTHOGONAL = "orthogonal"
 """Key of a parameter group: whether Muon updates its parameters, or AdamW."""
@@ -118,6 +116,9 @@ class Muon(Optimizer):
 
     def _update_matrices(self, group: Settings) -> None:
         """Update momentum and weights of a group. A learning rate of 0 changes no weight."""
+        from nemo_rl.distributed.ranks.placements import held_here  # slow to import, and not needed by AdamW
+        from nemo_rl.distributed.ranks.whole_matrices import MatrixAxes
+
         rate, first = float(group["lr"]), 0
         alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
         for parameter in group["params"]:
@@ -142,6 +143,8 @@ class Muon(Optimizer):
 
     def _momentum(self, parameter: nn.Parameter, group: Settings) -> Tensor:
         """Add the gradient to the momentum, and return this rank's part of what the Newton-Schulz steps get."""
+        from nemo_rl.distributed.ranks.placements import held_here
+
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -153,7 +156,7 @@ class Muon(Optimizer):
         return update.to(update.device if mesh is None else mesh.device_type, _DTYPES[group["ns_dtype"]])
 
 
-def _function(group: Settings, dims: int) -> OfMatrices:
+def _function(group: Settings, dims: int) -> Callable[[Tensor], Tensor]:
     """Return the function of `[K, m, n]` matrices that a group's settings describe. Experts are computed in one batch.
 
     Args:
