@@ -75,7 +75,7 @@ def block_here(tensor: torch.Tensor) -> TensorBlock:
 
 
 def divided_dims(tensor: torch.Tensor) -> list[tuple[int, int | None, int]]:
-    """Return the axes of a DTensor's mesh in the order in which they divide it; none for another tensor.
+    """Return the axes of a DTensor's mesh in the order in which they divide it. Another tensor has no axes.
 
     The axes, from first to last, divide a dimension into chunks like `torch.chunk`. FSDP divides after that, because it
     divides the results of tensor and expert parallelism.

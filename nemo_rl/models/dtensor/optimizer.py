@@ -231,11 +231,13 @@ def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
 
 def _check_arguments(cls: Any, class_name: str, kwargs: Mapping[str, Any], key: str) -> None:
     try:
-        parameters = inspect.signature(cls).parameters
+        parameters = dict(inspect.signature(cls).parameters)
     except (TypeError, ValueError):  # not a class, or a class written in C
         return
+    if cls is Muon:  # which passes further arguments on
+        parameters = {**inspect.signature(torch.optim.Muon).parameters, **parameters}
     names = [name for name, each in parameters.items() if each.kind not in _VARIABLE][1:]
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_any = cls is not Muon and any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     for name, value in kwargs.items():
         if name not in names and not takes_any:
             near = did_you_mean(name, names)

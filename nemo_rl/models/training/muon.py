@@ -20,13 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-
 ORTHOGONAL = "orthogonal"
 """Key of a parameter group: whether Muon updates its parameters, or AdamW."""
 SAME_RATE = "match_rms_adamw"
 """The `adjust_lr_fn` with which Muon and AdamW have the same learning rate."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _MOST_STEPS = 99
 """The largest number of steps that `torch.optim.Muon` takes."""
 _BYTES_AT_ONCE = 256 * 1024**2
@@ -40,17 +38,10 @@ class Muon(Optimizer):
 
     Args:
         params: parameter groups. A group's entry `orthogonal` says whether Muon or AdamW updates it.
-        lr: learning rate of Muon, and of AdamW unless `adamw` has one.
-        weight_decay: weight decay of Muon, and of AdamW unless `adamw` has one.
-        momentum: factor of the earlier momentum.
-        nesterov: use Nesterov momentum.
-        ns_coefficients: coefficients of the Newton-Schulz polynomial.
-        eps: smallest norm by which a matrix is divided.
-        ns_steps: number of Newton-Schulz steps.
-        adjust_lr_fn: factor of the learning rate for a matrix of m rows and n columns. `original` and None: sqrt(max(1,
-            m / n)); `match_rms_adamw`: 0.2 sqrt(max(m, n)).
         ns_dtype: dtype of the Newton-Schulz steps, `bfloat16` as in `torch.optim.Muon`, or `float32`.
-        adamw: arguments of `torch.optim.AdamW`.
+        adamw: arguments of `torch.optim.AdamW`. Those that are missing are `lr` and `weight_decay` of Muon, and the
+            defaults of AdamW.
+        **muon: arguments of `torch.optim.Muon`.
 
     Raises:
         ValueError: an argument is out of its range, or AdamW has no learning rate of its own and Muon's does not fit.
@@ -59,33 +50,24 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Sequence[Settings],
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
         ns_dtype: str = "bfloat16",
         adamw: Mapping[str, Any] | None = None,
+        **muon: Any,
     ) -> None:
+        place = [nn.Parameter(torch.zeros(1, 1))]  # torch checks the arguments for it
+        own = torch.optim.Muon(place, **muon).defaults
         if ns_dtype not in _DTYPES:
             raise ValueError(f"ns_dtype={ns_dtype!r} is none of {', '.join(_DTYPES)}.")
-        if not 1 <= ns_steps <= _MOST_STEPS:
-            raise ValueError(f"ns_steps={ns_steps} is not between 1 and {_MOST_STEPS}.")
-        other = dict(adamw or {})
-        if "lr" not in other and adjust_lr_fn != SAME_RATE:
+        if not 1 <= own["ns_steps"] <= _MOST_STEPS:
+            raise ValueError(f"ns_steps={own['ns_steps']} is not between 1 and {_MOST_STEPS}.")
+        other = {**{name: own[name] for name in ("lr", "weight_decay")}, **(adamw or {})}
+        if "lr" not in (adamw or {}) and own["adjust_lr_fn"] != SAME_RATE:
             raise ValueError(
-                f"adamw has no lr. With adjust_lr_fn={adjust_lr_fn}, lr={lr:g} is the rate of orthogonal matrices and"
-                f" too large for AdamW. Set adamw: {{lr: ...}}, or adjust_lr_fn={SAME_RATE} to use one rate."
+                f"adamw has no lr. With adjust_lr_fn={own['adjust_lr_fn']}, lr={own['lr']:g} is the rate of orthogonal "
+                f"matrices and too large for AdamW. Set adamw: {{lr: ...}}, or adjust_lr_fn={SAME_RATE} for one rate."
             )
-        place = [nn.Parameter(torch.zeros(1, 1))]  # torch checks the arguments for it
-        matrices = torch.optim.Muon(
-            place, lr, weight_decay, momentum, nesterov, tuple(ns_coefficients), eps, ns_steps, adjust_lr_fn
-        ).defaults
-        self._adamw = torch.optim.AdamW(place, **{"lr": lr, "weight_decay": weight_decay, **other})
-        settings = {True: {**matrices, "ns_dtype": ns_dtype}, False: self._adamw.defaults}
+        self._adamw = torch.optim.AdamW(place, **other)
+        settings = {True: {**own, "ns_dtype": ns_dtype}, False: self._adamw.defaults}
         super().__init__([{**settings[group[ORTHOGONAL]], **group} for group in params], {})
 
     @overload
