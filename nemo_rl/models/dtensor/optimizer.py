@@ -224,8 +224,10 @@ def check_optimizer(policy: PolicyConfig, section: str) -> None:
 def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
     """Refuse arguments that a class does not have, and non-finite numbers."""
     cls = _named_class(entry, f"{key}.name")
-    if cls is Muon and isinstance(entry.kwargs.get("adamw"), Mapping):
-        _check_arguments(torch.optim.AdamW, "torch.optim.AdamW", entry.kwargs["adamw"], f"{key}.kwargs.adamw")
+    if cls is Muon and (other := entry.kwargs.get("adamw")) is not None:
+        if not isinstance(other, Mapping):
+            raise ConfigError(f"{key}.kwargs.adamw={other!r} is not a mapping of arguments of torch.optim.AdamW.")
+        _check_arguments(torch.optim.AdamW, "torch.optim.AdamW", other, f"{key}.kwargs.adamw")
     _check_arguments(cls, entry.name, entry.kwargs, f"{key}.kwargs")
 
 

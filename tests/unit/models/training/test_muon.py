@@ -109,6 +109,7 @@ def test_a_schedule_scales_both_rates() -> None:
             r"has no argument betas\. .*write policy.*kwargs\.adamw\.betas",
         ),
         ({"lr": 1e-3, "adamw": {"lr": 1e-3, "beta": [0.9, 0.99]}}, None, r"kwargs\.adamw.*Did you mean 'betas'"),
+        ({"lr": 1e-3, "adamw": 1e-3}, None, r"adamw=0\.001 is not a mapping"),
         ({"adjust_lr_fn": "spectral", "adamw": {"lr": 1e-3}}, None, "spectral is not supported"),
         ({"ns_dtype": "float16", "adamw": {"lr": 1e-3}}, None, "bfloat16, float32"),
         ({"ns_steps": 0, "adamw": {"lr": 1e-3}}, None, "between 1 and 99"),
