@@ -129,7 +129,7 @@ def hidden_matrices(hf: nn.Module) -> frozenset[str]:
 
     modules, fused = dict(hf.named_modules()), find_experts(hf)
     experts = [name for name in modules if name.rpartition(".")[2] == "experts" or name in fused]
-    head: Any = hf.get_output_embeddings  # type: ignore[union-attr]
+    head: Any = hf.get_output_embeddings
     others = [module for module in modules.values() if isinstance(module, nn.Embedding)]
     others += [each for each in (head(), modules.get("score"), *find_routers(hf, experts)) if each is not None]
     left = {id(parameter) for module in others for parameter in module.parameters()}

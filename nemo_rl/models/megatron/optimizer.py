@@ -110,8 +110,9 @@ def _leave_to_adam(chunks: Sequence[DistributedDataParallel]) -> None:
     """Mark routers and scalar heads as parameters that Adam updates, as Megatron Core marks embeddings and heads."""
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, TopKRouter | ScalarHead):
-            for weight in module.parameters(recurse=False):
-                weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+            weights: list[Any] = list(module.parameters(recurse=False))
+            for weight in weights:
+                weight.is_embedding_or_output_parameter = True
 
 
 def _number_weights(member: DistributedOptimizer) -> None:
