@@ -1,8 +1,8 @@
 """Show how Muon and AdamW learn the sums of `sft_cpu.yaml`: validation loss by step and by second.
 
-    uv run --extra cpu python tools/benchmarks/muon_learning.py [--size 3m] [--steps 100] [--seeds 1 2 3]
+    uv run --extra cpu python tools/benchmarks/muon_learning.py [--size 3m] [--steps 60] [--seeds 1 2 3]
 
-Each run trains a model from random weights, and validates every 25 steps; both depend on the seed. The optimizers run
+Each run trains a model from random weights, and validates every 20 steps; both depend on the seed. The optimizers run
 in turns. A Markdown table has the mean over the seeds and the range, for each learning rate. Finished runs are kept in
 the file `--results`, so that a long measurement can be done in pieces. Linux only.
 """
@@ -23,7 +23,7 @@ from workloads import SIZES, TINY_CHAT
 logger = logging.getLogger("muon_learning")
 
 RATES = {"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (1e-3, 2e-3, 4e-3)}
-PERIOD = 25
+PERIOD = 20
 
 
 @dataclass
@@ -79,6 +79,7 @@ def measure(optimizer: str, rate: float, seed: int, arguments: argparse.Namespac
     command = [sys.executable, "examples/run_sft.py", "--config", str(ROOT / "examples/configs/sft_cpu.yaml")]
     command += [f"policy.model_name={model_of(arguments.size, seed)}", f"sft.seed={seed}"]
     command += [f"sft.max_num_steps={arguments.steps}", f"sft.val_period={PERIOD}", "sft.val_at_start=true"]
+    command += [f"policy.train_{kind}_batch_size={arguments.rows}" for kind in ("global", "micro")]
     command += ["checkpointing.enabled=false", f"logger.log_dir={folder / 'logs'}", "logger.tensorboard_enabled=false"]
     command += [f"cluster.threads_per_rank={arguments.threads}", *optimizer_overrides(optimizer, rate)]
     metrics = folder / "logs" / "exp_001" / "metrics.jsonl"
@@ -89,20 +90,21 @@ def measure(optimizer: str, rate: float, seed: int, arguments: argparse.Namespac
 
 
 def table(results: dict[tuple[str, float], list[list[Losses]]]) -> str:
-    """Format the mean and the range of the validation losses, and the median of the seconds of a training step."""
+    """Format mean and range of the validation losses, and the median of the seconds of a step on clock and processors."""
     lines: list[str] = []
     for (optimizer, rate), runs in sorted(results.items()):
         validated = [{each.step: each.loss for each in run if each.kind == "validation"} for run in runs]
         if not lines:
             steps = list(validated[0])
-            heads = [*(f"step {step}" for step in steps), "seconds a step"]
+            heads = [*(f"step {step}" for step in steps), "seconds a step", "processor seconds a step"]
             lines += [f"| optimizer | lr | seeds | {' | '.join(heads)} |", f"|---|---:|---:|{'---:|' * len(heads)}"]
         cells = []
         for step in validated[0]:
             losses = [losses[step] for losses in validated]
             cells.append(f"{statistics.mean(losses):.3f} [{min(losses):.3f}, {max(losses):.3f}]")
-        seconds = [later.seen_at_s - earlier.seen_at_s for run in runs for earlier, later in _trained_in_turn(run)]
-        cells.append(f"{statistics.median(seconds):.3f}")
+        pairs = [pair for run in runs for pair in _trained_in_turn(run)]
+        cells.append(f"{statistics.median(later.seen_at_s - earlier.seen_at_s for earlier, later in pairs):.2f}")
+        cells.append(f"{statistics.median(later.cpu_s - earlier.cpu_s for earlier, later in pairs):.2f}")
         lines.append(f"| {optimizer} | {rate:g} | {len(runs)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -128,7 +130,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", default="3m", choices=list(SIZES), help="parameters of the model")
-    parser.add_argument("--steps", type=int, default=100, help="of each run")
+    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--rows", type=int, default=32, help="of each step")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="of the runs; none: only print")
     parser.add_argument("--optimizers", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--rates", type=float, nargs="+", help="learning rates of all optimizers")
