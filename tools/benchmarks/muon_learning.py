@@ -90,7 +90,7 @@ def measure(optimizer: str, rate: float, seed: int, arguments: argparse.Namespac
 
 
 def table(results: dict[tuple[str, float], list[list[Losses]]]) -> str:
-    """Format mean and range of the validation losses, and the median of the seconds of a step on clock and processors."""
+    """Format mean and range of validation losses, and medians of the seconds and processor seconds of a step."""
     lines: list[str] = []
     for (optimizer, rate), runs in sorted(results.items()):
         validated = [{each.step: each.loss for each in run if each.kind == "validation"} for run in runs]
