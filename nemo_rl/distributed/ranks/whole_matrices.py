@@ -30,6 +30,8 @@ class _Axis:
     """Ranks that hold parts of the same matrices, or copies of them."""
 
     group: dist.ProcessGroup
+    rank: int
+    """Number of this rank in the group."""
     dim: int | None
     """Dimension of the stack `[K, m, n]` that the ranks divide, 1 or 2; None for copies."""
     lengths: tuple[int, ...]
@@ -37,15 +39,14 @@ class _Axis:
 
     def numbers(self, total: int, first: int) -> list[int]:
         """Return how many of `total` matrices each rank joins. Rank `first` is the first to get one of the rest."""
-        size = dist.get_world_size(self.group)
+        size = len(self.lengths)
         return [total // size + ((rank - first) % size < total % size) for rank in range(size)]
 
     def join(self, parts: Tensor, numbers: Sequence[int]) -> Tensor:
         """Return the matrices of this rank, `[numbers[rank], m, n]`, from its parts of all matrices."""
-        rank = dist.get_rank(self.group)
         if self.dim is None:
-            return parts.split(list(numbers))[rank]
-        shapes = [self._shape(parts, numbers[rank], length) for length in self.lengths]
+            return parts.split(list(numbers))[self.rank]
+        shapes = [self._shape(parts, numbers[self.rank], length) for length in self.lengths]
         send = [number * parts[0].numel() for number in numbers]
         found = self._exchange(parts.flatten(), send, [math.prod(shape) for shape in shapes])
         return torch.cat([part.view(shape) for part, shape in zip(found, shapes, strict=True)], self.dim)
@@ -84,13 +85,13 @@ class MatrixAxes:
             if mesh.size(axis) > 1 and (dim is None or dim >= stacked):
                 lengths = tuple(chunk_of(size, mesh.size(axis), rank)[1] for rank in range(mesh.size(axis)))
                 place = None if dim is None else dim - stacked + 1
-                found.append(_Axis(mesh.get_group(axis), place, lengths))
+                found.append(_Axis(mesh.get_group(axis), mesh.get_local_rank(axis), place, lengths))
         return cls(tuple(reversed(found)))
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks that divide the work."""
-        return math.prod(dist.get_world_size(axis.group) for axis in self.axes)
+        return math.prod(len(axis.lengths) for axis in self.axes)
 
     def apply(self, function: OfMatrices, parts: Tensor, first: int = 0) -> Tensor:
         """Return this rank's parts of a function of whole matrices. The call is collective over the axes.
@@ -104,8 +105,10 @@ class MatrixAxes:
         Returns:
             Results of the shape and dtype of `parts`.
         """
+        if not len(parts):  # then no rank of the remaining axes has any
+            return parts
         if not self.axes:
-            return function(parts) if len(parts) else parts
+            return function(parts)
         axis, inner = self.axes[0], MatrixAxes(self.axes[1:])
         numbers = axis.numbers(len(parts), first)
         mine = axis.join(parts, numbers)
