@@ -1,19 +1,24 @@
 """Muon updates a model as torch does on one rank, has equal numbers on all meshes, and continues bit for bit."""
 
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from architectures import random_model
+from parity.ranks import on_ranks
 from policy_helpers import WeightedNLL, policy_config, process_group, random_batch, run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from trained_states import assert_equal_states
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.ranks.placements import whole
+from nemo_rl.distributed.ranks.placements import held_here, whole
+from nemo_rl.distributed.ranks.whole_matrices import MatrixAxes
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
@@ -26,9 +31,19 @@ TOLERANCE = 5e-5
 """Largest difference of a weight's change. With Newton-Schulz steps in bfloat16, it is about 2e-2."""
 
 
-def _save(folder: Path, architecture: str) -> str:
-    random_model(architecture, initializer_range=0.1, vocab_size=100).save_pretrained(folder)
-    return str(folder)
+type Save = Callable[[str], str]
+"""Function from an architecture to the folder of its small random model."""
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    @cache
+    def saved(architecture: str) -> str:
+        folder = str(tmp_path_factory.mktemp(architecture))
+        random_model(architecture, initializer_range=0.1, vocab_size=100).save_pretrained(folder)
+        return folder
+
+    return saved
 
 
 def _config(name: str, mesh: dict[str, Any], **kwargs: Any) -> PolicyConfig:
@@ -81,10 +96,10 @@ def _trained(rank: int, world_size: int, name: str, mesh: dict[str, Any]) -> dic
     return run.state()
 
 
-def test_one_rank_updates_as_the_optimizers_of_torch(tmp_path) -> None:
+def test_one_rank_updates_as_the_optimizers_of_torch(save: Save) -> None:
     """Given the gradients of the run, torch's optimizers make the same bits. The model has experts and a router."""
     with process_group():
-        run = _Run(_save(tmp_path / "m", "qwen3_moe"), {}, ns_dtype="bfloat16")
+        run = _Run(save("qwen3_moe"), {}, ns_dtype="bfloat16")
         mine = run.named()
         copies = {name: weight.detach().clone() for name, weight in mine.items()}
         of_muon = {name for name in mine if any(part in name for part in MATRICES)}
@@ -128,8 +143,8 @@ def test_one_rank_updates_as_the_optimizers_of_torch(tmp_path) -> None:
         ("qwen3", 2, {"context_parallel_size": 2}),
     ],
 )
-def test_meshes_equal_one_process(architecture, ranks, mesh, tmp_path) -> None:
-    name = _save(tmp_path / "m", architecture)
+def test_meshes_equal_one_process(architecture, ranks, mesh, save: Save) -> None:
+    name = save(architecture)
     start = random_model(architecture, initializer_range=0.1, vocab_size=100).state_dict()
     want = run_ranks(_trained, 1, name, {})[0]
     found = {key: value for of_rank in run_ranks(_trained, ranks, name, mesh) for key, value in of_rank.items()}
@@ -166,8 +181,10 @@ def _joined(parts: list[list[dict[str, Tensor]]], moment: int) -> dict[str, Tens
 
 
 @pytest.mark.parametrize(("saved_on", "resumed_on"), [(EP2, [EP2, TP2]), (PP2, [PP2, {}])])
-def test_a_resumed_run_is_equal_and_other_meshes_get_the_same_momentum(saved_on, resumed_on, tmp_path) -> None:
-    name, step = _save(tmp_path / "m", "qwen3_moe"), str(tmp_path / "step")
+def test_a_resumed_run_is_equal_and_other_meshes_get_the_same_momentum(
+    saved_on, resumed_on, save: Save, tmp_path
+) -> None:
+    name, step = save("qwen3_moe"), str(tmp_path / "step")
     straight = run_ranks(_saves, 2, name, saved_on, step)
     start = random_model("qwen3_moe", initializer_range=0.1, vocab_size=100).state_dict()
     for mesh in resumed_on:
@@ -181,9 +198,9 @@ def test_a_resumed_run_is_equal_and_other_meshes_get_the_same_momentum(saved_on,
             assert (found[f"{key}.weight"] - want[f"{key}.weight"]).norm() <= TOLERANCE * moved.norm(), key
 
 
-def test_changed_rates_hold_for_the_parts_that_they_name(tmp_path) -> None:
+def test_changed_rates_hold_for_the_parts_that_they_name(save: Save, tmp_path) -> None:
     """A resume with other arguments keeps momentum, and gives each part its own new arguments."""
-    name, step = _save(tmp_path / "m", "qwen3"), str(tmp_path / "step")
+    name, step = save("qwen3"), str(tmp_path / "step")
     with process_group():
         _saves(0, 1, name, {}, step)
         changed = {"lr": 0.04, "adamw": {"lr": 2e-2, "weight_decay": 0.5, "betas": [0.7, 0.8]}}
@@ -194,3 +211,59 @@ def test_changed_rates_hold_for_the_parts_that_they_name(tmp_path) -> None:
         assert (adamw["lr"], adamw["weight_decay"]) == (pytest.approx(0.015), 0.5)
         assert tuple(adamw["betas"]) == (0.7, 0.8)
         assert all(run.backend.optimizer.state[weight] for weight in run.named().values())
+
+
+PLACEMENTS = {
+    "rows and columns": [Shard(0), Shard(1)],
+    "rows twice": [Shard(0), Shard(0)],
+    "copies of columns": [Replicate(), Shard(1)],
+    "columns of copies": [Shard(1), Replicate()],
+    "copies": [Replicate(), Replicate()],
+}
+STACKED = {"experts and rows": [Shard(1), Shard(0)], "experts alone": [Shard(0), Replicate()]}
+
+
+def _of_rows_and_columns(matrices: Tensor) -> Tensor:
+    """Mix all elements of each matrix."""
+    return matrices @ matrices.mT @ matrices
+
+
+def _apply(kinds: dict[str, list[Any]], shape: tuple[int, ...], number: int) -> dict[str, list[Any]]:
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), {}
+    for name, placements in kinds.items():
+        tensors = [
+            torch.arange(7.0 * 12, dtype=torch.float64)[: torch.Size(shape).numel()].view(shape) + 100 * k
+            for k in range(number)
+        ]
+        parts = [distribute_tensor(tensor.clone(), mesh, placements) for tensor in tensors]
+        computed: list[int] = [0]
+
+        def count(matrices: Tensor) -> Tensor:
+            computed[0] += len(matrices)  # noqa: B023
+            return _of_rows_and_columns(matrices)
+
+        stack = torch.stack([held_here(part) for part in parts])
+        results = MatrixAxes.of(parts[0]).apply(count, stack.flatten(0, -3)).view(stack.shape)
+        for part, result in zip(parts, results, strict=True):
+            held_here(part).copy_(result)
+        equal = [
+            torch.equal(whole(part), _of_rows_and_columns(tensor)) for part, tensor in zip(parts, tensors, strict=True)
+        ]
+        found[name] = [all(equal), computed[0]]
+    return found
+
+
+@pytest.mark.parametrize("number", [1, 3, 6])
+def test_divided_matrices_are_computed_whole(number: int) -> None:
+    of_ranks = on_ranks(_apply, 4, PLACEMENTS, (5, 4), number)
+    for name in PLACEMENTS:
+        assert all(of_rank[name][0] for of_rank in of_ranks), name
+        computed = [of_rank[name][1] for of_rank in of_ranks]
+        assert sum(computed) == number and max(computed) - min(computed) <= 1 + (number == 6)
+
+
+def test_experts_stay_with_their_ranks() -> None:
+    of_ranks = on_ranks(_apply, 4, STACKED, (2, 6, 4), 2)
+    for name in STACKED:
+        assert all(of_rank[name][0] for of_rank in of_ranks), name
+        assert [of_rank[name][1] for of_rank in of_ranks] == [1, 1, 1, 1]
