@@ -10,9 +10,10 @@ def run_once(start: StartExample, name: str, steps: int, folder: Path) -> Metric
     return finished(start, f"run_{name}.py", f"{name}_cpu.yaml", _overrides(name, steps), folder)
 
 
-def run_and_resume(start: StartExample, name: str, steps: int, folder: Path) -> Metrics:
+def run_and_resume(start: StartExample, name: str, steps: int, folder: Path, *overrides: str) -> Metrics:
     """Return the metrics of a run that was killed and resumed; see `killed_and_resumed`."""
-    return killed_and_resumed(start, f"run_{name}.py", f"{name}_cpu.yaml", _overrides(name, steps), folder, steps)
+    changes = (*_overrides(name, steps), *overrides)
+    return killed_and_resumed(start, f"run_{name}.py", f"{name}_cpu.yaml", changes, folder, steps)
 
 
 def _overrides(name: str, steps: int) -> tuple[str, ...]:

@@ -20,6 +20,21 @@ def test_sft_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_pat
     AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints/step_20/policy/weights/model")
 
 
+MUON = (
+    *("policy.optimizer.name=torch.optim.Muon", "+policy.optimizer.kwargs.adjust_lr_fn=match_rms_adamw"),
+    *("~policy.optimizer.kwargs.betas", "~policy.optimizer.kwargs.eps"),
+)
+
+
+@pytest.mark.long
+def test_a_killed_run_with_muon_on_two_ranks_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+    ranks = ("cluster.ranks_per_node=2", "cluster.threads_per_rank=1")
+    metrics = run_and_resume(start_example, "sft", 20, tmp_path, *MUON, *ranks)
+    losses = [metrics["validation", step, "val_loss"] for step in (0, 10, 20)]
+    assert losses[0] > losses[1] > losses[2]
+    assert losses[2] < 0.5 * losses[0]
+
+
 @pytest.mark.long
 def test_a_run_whose_second_rank_dies_repeats_the_metrics_of_an_undisturbed_run(start_example: StartExample) -> None:
     overrides = ("sft.max_num_steps=8", "sft.val_period=4", "cluster.ranks_per_node=2", "cluster.threads_per_rank=1")

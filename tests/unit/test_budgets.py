@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 94_200, "all": 119_200}
-FILES = {"core": 527, "all": 687}
+LINES = {"core": 94_800, "all": 119_800}
+FILES = {"core": 529, "all": 689}
 FOLDERS = 87
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""

@@ -20,7 +20,12 @@ from nemo_rl.config import (
     RunConfig,
     VenvConfig,
 )
-from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS, missing_megatron_core
+from nemo_rl.models.megatron.release import (
+    FUSED_GRADIENTS,
+    MISSING_FUSED_GRADIENTS,
+    missing_megatron_core,
+    missing_muon,
+)
 from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
@@ -84,6 +89,8 @@ def _of_training(policy: PolicyConfig, cluster: ClusterConfig, section: str) -> 
         return
     keys = f"{section}.megatron_cfg"
     yield Need("policy", ("mcore",), f"{keys}.enabled=true", missing_megatron_core())
+    if megatron.optimizer.is_muon:
+        yield Need("policy", ("mcore",), f"{keys}.optimizer.optimizer={megatron.optimizer.optimizer}", missing_muon())
     if megatron.transformer_impl == "transformer_engine":
         if not cluster.uses_gpu:
             raise ConfigError(

@@ -172,11 +172,28 @@ def check_megatron(section: str, config: MegatronConfig) -> Findings:
     if config.peft.enabled:
         yield from _check_adapters(keys, config)
     optimizer = config.optimizer
+    if optimizer.is_muon:
+        yield from _check_muon(keys, config)
     if optimizer.optimizer == "sgd" and optimizer.sgd_momentum > 0 and optimizer.use_distributed_optimizer:
         yield (
             f"{keys}.optimizer.sgd_momentum={optimizer.sgd_momentum:g} with use_distributed_optimizer=true cannot be "
             "saved: Megatron Core's distributed optimizer knows Adam's state only. Set "
             f"{keys}.optimizer.use_distributed_optimizer=false, or the momentum to 0."
+        )
+
+
+def _check_muon(keys: str, config: MegatronConfig) -> Findings:
+    """Check that Muon gets whole matrices of the model itself."""
+    given = f"{keys}.optimizer.optimizer={config.optimizer.optimizer}"
+    if config.optimizer.use_distributed_optimizer:
+        yield (
+            f"{given} with use_distributed_optimizer=true: the distributed optimizer divides matrices among "
+            f"data-parallel ranks, and Muon needs whole matrices. Set {keys}.optimizer.use_distributed_optimizer=false."
+        )
+    if config.peft.enabled:
+        yield (
+            f"{given} with {keys}.peft.enabled=true: Muon makes updates of whole matrices orthogonal; for the factors "
+            f"of adapters no such rule is established. Set {keys}.optimizer.optimizer=adam, or train the whole model."
         )
 
 

@@ -90,11 +90,29 @@ def check_trainable(policy: PolicyConfig, section: str = "policy") -> Findings:
             f"{section}.optimizer is null, but the {section} is trained. Name an optimizer, for example "
             "torch.optim.AdamW."
         )
+    elif policy.optimizer.is_muon:
+        yield from _check_muon(policy, section)
     yield from _check_finite(policy, section)
     if policy.precision == "float16":
         yield (
             f"{section}.precision=float16 loses gradients below 6e-8, and there is no loss scaling that would save "
             "them. Use bfloat16, which has the range of float32, or float32."
+        )
+
+
+def _check_muon(policy: PolicyConfig, section: str) -> Findings:
+    """Check that Muon gets whole matrices of the model itself."""
+    advice = f"Set {section}.optimizer.name=torch.optim.AdamW"
+    if policy.dtensor_cfg.lora_cfg.enabled:
+        yield (
+            f"{section}.optimizer.name=torch.optim.Muon with {section}.dtensor_cfg.lora_cfg.enabled=true: Muon makes "
+            "updates of whole matrices orthogonal; for the factors of adapters no such rule is established. "
+            f"{advice} for adapters, or train the whole model."
+        )
+    if policy.draft.enabled:
+        yield (
+            f"{section}.optimizer.name=torch.optim.Muon with {section}.draft.enabled=true: a draft model is trained "
+            f"with the policy's single learning rate, and Muon has two. {advice}, or {section}.draft.enabled=false."
         )
 
 

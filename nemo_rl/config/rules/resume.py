@@ -33,6 +33,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "policy.max_grad_norm",
         "policy.megatron_cfg.optimizer.*lr",
         "policy.megatron_cfg.optimizer.adam_*",
+        "policy.megatron_cfg.optimizer.muon_*",
         "policy.megatron_cfg.optimizer.sgd_momentum",
         "policy.megatron_cfg.optimizer.weight_decay",
         "policy.megatron_cfg.optimizer.clip_grad",

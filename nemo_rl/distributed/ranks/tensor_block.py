@@ -64,21 +64,42 @@ def whole_block(shape: Iterable[int]) -> TensorBlock:
 
 
 def block_here(tensor: torch.Tensor) -> TensorBlock:
-    """Return the block that this rank holds of a tensor. It is the whole tensor if this is not a DTensor.
+    """Return the block that this rank holds of a tensor. It is the whole tensor if this is not a DTensor."""
+    starts, sizes = [0] * tensor.dim(), list(tensor.shape)
+    for axis, dim, size in divided_dims(tensor):
+        if dim is not None:
+            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+            start, sizes[dim] = chunk_of(size, mesh.size(axis), mesh.get_local_rank(axis))
+            starts[dim] += start
+    return TensorBlock(tuple(starts), tuple(sizes))
 
-    The axes of the mesh, from first to last, divide a dimension into chunks like `torch.chunk`. FSDP divides after
-    that, because it divides the results of tensor and expert parallelism.
+
+def divided_dims(tensor: torch.Tensor) -> list[tuple[int, int | None, int]]:
+    """Return the axes of a DTensor's mesh in the order in which they divide it. Another tensor has no axes.
+
+    The axes, from first to last, divide a dimension into chunks like `torch.chunk`. FSDP divides after that, because it
+    divides the results of tensor and expert parallelism.
+
+    Returns:
+        For each axis, its number, the dimension that it divides, and the size of this dimension before. The dimension
+        is None, and the size 0, if the ranks of the axis hold copies.
     """
     from torch.distributed.tensor import DTensor, Shard  # slow to import, and the controller imports this file
 
-    starts, sizes = [0] * tensor.dim(), list(tensor.shape)
+    found: list[tuple[int, int | None, int]] = []
     if isinstance(tensor, DTensor):
-        mesh, placements = tensor.device_mesh, list[Any](tensor.placements)
-        axes = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
+        mesh, placements, sizes = tensor.device_mesh, list[Any](tensor.placements), list(tensor.shape)
         # FSDP's placement is not a subclass of `Shard` if another axis divides the same dimension.
-        for axis in sorted(axes, key=lambda axis: not isinstance(placements[axis], Shard)):
-            dim = placements[axis].dim
-            chunk = -(-sizes[dim] // mesh.size(axis))
-            first = min(sizes[dim], chunk * mesh.get_local_rank(axis))
-            starts[dim], sizes[dim] = starts[dim] + first, min(chunk, sizes[dim] - first)
-    return TensorBlock(tuple(starts), tuple(sizes))
+        for axis in sorted(range(len(placements)), key=lambda axis: not isinstance(placements[axis], Shard)):
+            dim = getattr(placements[axis], "dim", None)
+            found.append((axis, dim, 0 if dim is None else sizes[dim]))
+            if dim is not None:
+                _, sizes[dim] = chunk_of(sizes[dim], mesh.size(axis), mesh.get_local_rank(axis))
+    return found
+
+
+def chunk_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return start and length of a rank's part of a dimension that `torch.chunk` divides. It may be empty."""
+    chunk = -(-size // ranks)
+    start = min(size, chunk * rank)
+    return start, min(chunk, size - start)

@@ -45,7 +45,13 @@ from nemo_rl.models.dtensor.checkpoints.lazy_weights import materialize
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.lora import SECTION, LoraLinear, adapted_modules, check_adapters_moved, merged_by_name
 from nemo_rl.models.dtensor.mesh import Meshes
-from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
+from nemo_rl.models.dtensor.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    clip_gradients,
+    hidden_matrices,
+    optimizer_settings,
+)
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
     hold_in,
@@ -116,6 +122,8 @@ class DTensorBackend(TorchBackend):
             meshes = Meshes.build(layout, device.type)
         replays = config.router_replay.enabled
         self._replay = ReplayedRouters(self.model.hf, device, meshes.tp) if replays else None
+        trained = config.optimizer if init_optimizer else None
+        matrices = hidden_matrices(self.model.hf) if trained is not None and trained.is_muon else frozenset()
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
@@ -143,7 +151,9 @@ class DTensorBackend(TorchBackend):
         self._settings = optimizer_settings(config)
         if init_optimizer:
             assert config.optimizer is not None, "checked above"
-            self.optimizer = build_optimizer(self.model.hf.parameters(), config.optimizer)
+            named = dict(self.model.hf.named_parameters())
+            chosen = [weight for name, weight in named.items() if name in matrices]
+            self.optimizer = build_optimizer(named.values(), config.optimizer, matrices=chosen)
             self.scheduler = build_scheduler(self.optimizer, config.scheduler)
         self._draft = self.model.draft = self._draft_trainer(config, meshes, seed) if drafts else None
 

@@ -14,6 +14,7 @@ Korthikanti et al. 2022 (arXiv:2205.05198).
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import override
 
 from transformers import PretrainedConfig
@@ -207,7 +208,7 @@ class DTensorRank(RankMemory):
         host = self._host(stored)
         stays = weights | (host if self.work.on_cpu else {})
         if self.work.trains:
-            stays |= {"optimizer state": trained * WIDE * self._moments_per_weight()} | self.draft_model(self._shards)
+            stays |= {"optimizer state": self._moments(trained) * WIDE} | self.draft_model(self._shards)
         moments = self._training(trained * WIDE) if self.work.trains else {"forward pass": self._pass()}
         if self.policy.dtensor_cfg.cpu_offload and not self.work.on_cpu:
             host |= stays | {"gradients": trained * WIDE * self.work.trains}
@@ -222,8 +223,16 @@ class DTensorRank(RankMemory):
         frozen = not self.work.trains and not self.work.keeps_reference and not self.work.on_cpu
         return self.itemsize if frozen else WIDE
 
+    def _moments(self, trained: float) -> float:
+        """Return the number of float32 moments of this many weights. Muon keeps one for weights of matrices."""
+        assert self.policy.optimizer is not None, "a model that is trained has an optimizer"
+        if not self.policy.optimizer.is_muon:
+            return trained * self._moments_per_weight()
+        layers = [replace(self.trace.layers[index], vectors=0) for index in self._layers]
+        return 2 * trained - sum(self._held(parameters) for parameters in layers)
+
     def _moments_per_weight(self) -> int:
-        """Return the number of float32 moments that the optimizer keeps for each weight."""
+        """Return the number of float32 moments that an optimizer other than Muon keeps for each weight."""
         assert self.policy.optimizer is not None, "a model that is trained has an optimizer"
         name = self.policy.optimizer.name.rpartition(".")[2].lower()
         if name == "sgd":

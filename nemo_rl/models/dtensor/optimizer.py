@@ -1,13 +1,17 @@
 """Build the optimizer and the learning-rate schedule, and clip gradients.
 
-Invariant: the gradient norm is the norm of the whole model's gradient, on any meshes.
+`hidden_matrices` decides which parameters Muon updates. AdamW updates the others.
+
+Invariants: the gradient norm is the norm of the whole model's gradient, on any meshes. The decision depends on the
+whole model only, so it is the same on every mesh.
 """
 
 import inspect
+import logging
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +22,11 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig, SchedulerMilestones
 from nemo_rl.config.schema.model.policy import SchedulerList
+from nemo_rl.models.training.muon import ORTHOGONAL, Muon
 from nemo_rl.utils.errors import ConfigError, did_you_mean
 from nemo_rl.utils.imports import import_dotted
+
+logger = logging.getLogger(__name__)
 
 type SumOverStages = Callable[[Tensor], Tensor]
 """Function that sums a number over the stages of a pipeline."""
@@ -38,14 +45,26 @@ _REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, section: str = "policy") -> Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    config: OptimizerConfig,
+    section: str = "policy",
+    matrices: Collection[nn.Parameter] = (),
+) -> Optimizer:
     """Build the optimizer of a model's section, with one parameter group per mesh.
 
-    All groups have the same settings. Separate groups are needed because the foreach and fused implementations compute
-    many tensors in one call, and accept only tensors of one mesh in a call.
+    All groups have the same settings, except that Muon has groups of matrices and of other parameters. Separate groups
+    are needed because the foreach and fused implementations compute many tensors in one call, and accept only tensors
+    of one mesh in a call. `torch.optim.Muon` is replaced by `models.training.muon.Muon`.
 
     On GPUs, the fused implementation is used if the class has one and the kwargs do not choose an implementation. The
     default of torch for sharded parameters is foreach, which needs temporary memory as large as the parameters.
+
+    Args:
+        parameters: all parameters of the model.
+        config: `optimizer` of the section.
+        section: name of the section, for messages.
+        matrices: the parameters that Muon updates (`hidden_matrices`). Other optimizers do not use them.
 
     Raises:
         ConfigError: the class cannot be imported or refuses its kwargs.
@@ -53,10 +72,14 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig,
     cls = _named_class(config, f"{section}.optimizer.name")
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     kwargs = dict(config.kwargs)
-    if _on_gpu(trainable) and not kwargs.keys() & {*_IMPLEMENTATION} and "fused" in inspect.signature(cls).parameters:
-        kwargs["fused"] = True
+    if cls is Muon:
+        kwargs["adamw"] = _with_implementation(torch.optim.AdamW, kwargs.get("adamw") or {}, trainable)
+        groups: Any = _groups_of_muon(trainable, matrices)
+    else:
+        kwargs = _with_implementation(cls, kwargs, trainable)
+        groups = _groups_by_mesh(trainable)
     try:
-        made = cls(_groups_by_mesh(trainable), **kwargs)
+        made = cls(groups, **kwargs)
     except _REFUSALS as error:
         raise ConfigError(f"{section}.optimizer.kwargs do not fit {config.name}: {error}") from error
     if not isinstance(made, Optimizer):
@@ -66,11 +89,78 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig,
     return made
 
 
+def _with_implementation(cls: Any, kwargs: Mapping[str, Any], trainable: list[nn.Parameter]) -> dict[str, Any]:
+    """Return arguments that choose the fused implementation on GPUs, if the class has one and they choose none."""
+    fuses = (
+        _on_gpu(trainable) and not kwargs.keys() & {*_IMPLEMENTATION} and "fused" in inspect.signature(cls).parameters
+    )
+    return {**kwargs, "fused": True} if fuses else dict(kwargs)
+
+
+def _groups_of_muon(trainable: list[nn.Parameter], matrices: Collection[nn.Parameter]) -> list[dict[str, Any]]:
+    chosen = {id(parameter) for parameter in matrices}
+    parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in trainable:
+        parts[id(parameter) in chosen].append(parameter)
+    return [
+        {"params": group, ORTHOGONAL: orthogonal}
+        for orthogonal, part in parts.items()
+        for group in _by_mesh(part).values()
+    ]
+
+
+def hidden_matrices(hf: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that Muon updates: weights of linear layers and of experts.
+
+    Embeddings, the output head or scalar head, routers, norms, biases, convolutions and matrices with a single row or
+    column are left to AdamW, as in the sources of `models.training.muon`. A weight that combines several layers
+    (queries, keys and values, or gate and up projection) is one matrix, and so is each expert's.
+
+    Args:
+        hf: the whole model, before it is divided into stages or among ranks.
+
+    Raises:
+        ConfigError: the model trains no such parameter.
+    """
+    from transformers.pytorch_utils import Conv1D  # slow to import, and not needed by `check_optimizer`
+
+    from nemo_rl.models.dtensor.expert_parallel import find_experts
+    from nemo_rl.models.dtensor.routers import find_routers
+
+    modules, fused = dict(hf.named_modules()), find_experts(hf)
+    experts = [name for name in modules if name.rpartition(".")[2] == "experts" or name in fused]
+    head: Any = hf.get_output_embeddings
+    others = [module for module in modules.values() if isinstance(module, nn.Embedding)]
+    others += [each for each in (head(), modules.get("score"), *find_routers(hf, experts)) if each is not None]
+    left = {id(parameter) for module in others for parameter in module.parameters()}
+    weights = [weight for name in experts for weight in modules[name].parameters(recurse=False) if weight.dim() == 3]
+    weights += [module.weight for module in modules.values() if isinstance(module, nn.Linear | Conv1D)]
+    chosen = {id(weight) for weight in weights if min(weight.shape[-2:]) > 1} - left
+    named = {name: weight for name, weight in hf.named_parameters() if weight.requires_grad}
+    found = frozenset(name for name, weight in named.items() if id(weight) in chosen)
+    if not found:
+        raise ConfigError(
+            f"torch.optim.Muon updates weights of linear layers and experts, and {type(hf).__name__} trains none. Use "
+            "torch.optim.AdamW."
+        )
+    sizes = [sum(named[name].numel() for name in names) for names in (found, named)]
+    logger.info(
+        "Muon updates %d of %d parameters, with %.4g of %.4g million weights; AdamW updates the others.",
+        *(len(found), len(named), sizes[0] / 1e6, sizes[1] / 1e6),
+    )
+    return found
+
+
 def _groups_by_mesh(parameters: list[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
+    groups = _by_mesh(parameters)
+    return parameters if len(groups) < 2 else [{"params": group} for group in groups.values()]
+
+
+def _by_mesh(parameters: list[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         groups[getattr(parameter, "device_mesh", None)].append(parameter)
-    return parameters if len(groups) < 2 else [{"params": group} for group in groups.values()]
+    return groups
 
 
 def build_scheduler(
@@ -96,7 +186,7 @@ def build_scheduler(
 
 
 def check_optimizer(policy: PolicyConfig, section: str) -> None:
-    """Build optimizer and schedule and take a step with one parameter, to find errors before ranks start.
+    """Build optimizer and schedule and take a step with two parameters, to find errors before ranks start.
 
     Args:
         policy: section of the model; nothing is checked if it has no optimizer or is not trained.
@@ -110,10 +200,17 @@ def check_optimizer(policy: PolicyConfig, section: str) -> None:
     _check_names(policy.optimizer, f"{section}.optimizer")
     for entry in _schedules(policy.scheduler):
         _check_names(entry, f"{section}.scheduler")
-    parameter = nn.Parameter(torch.zeros(1, 1))
-    optimizer = build_optimizer([parameter], policy.optimizer, section)
+    matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
+    optimizer = build_optimizer([matrix, vector], policy.optimizer, section, [matrix])
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     scheduler = build_scheduler(optimizer, policy.scheduler, section)
-    parameter.grad = torch.ones_like(parameter)
+    if len({*rates}) > len({group["lr"] for group in optimizer.param_groups} - {0.0}) == 1:
+        raise ConfigError(
+            f"{section}.scheduler gives one learning rate to all parameters, but Muon and AdamW start with {rates}. "
+            "Use a schedule of factors, for example torch.optim.lr_scheduler.LinearLR."
+        )
+    for parameter in (matrix, vector):
+        parameter.grad = torch.ones_like(parameter)
     try:
         optimizer.step()
         scheduler.step()
@@ -127,21 +224,33 @@ def check_optimizer(policy: PolicyConfig, section: str) -> None:
 def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
     """Refuse arguments that a class does not have, and non-finite numbers."""
     cls = _named_class(entry, f"{key}.name")
+    if cls is Muon and (other := entry.kwargs.get("adamw")) is not None:
+        if not isinstance(other, Mapping):
+            raise ConfigError(f"{key}.kwargs.adamw={other!r} is not a mapping of arguments of torch.optim.AdamW.")
+        _check_arguments(torch.optim.AdamW, "torch.optim.AdamW", other, f"{key}.kwargs.adamw")
+    _check_arguments(cls, entry.name, entry.kwargs, f"{key}.kwargs")
+
+
+def _check_arguments(cls: Any, class_name: str, kwargs: Mapping[str, Any], key: str) -> None:
     try:
-        parameters = inspect.signature(cls).parameters
+        parameters = dict(inspect.signature(cls).parameters)
     except (TypeError, ValueError):  # not a class, or a class written in C
         return
+    if cls is Muon:  # which passes further arguments on
+        parameters = {**inspect.signature(torch.optim.Muon).parameters, **parameters}
     names = [name for name, each in parameters.items() if each.kind not in _VARIABLE][1:]
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    for name, value in entry.kwargs.items():
+    takes_any = cls is not Muon and any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    for name, value in kwargs.items():
         if name not in names and not takes_any:
             near = did_you_mean(name, names)
+            if cls is Muon and name in inspect.signature(torch.optim.AdamW).parameters:
+                near = f" It is an argument of AdamW: write {key}.adamw.{name}."
             taken = f"It takes: {', '.join(names)}."
-            raise ConfigError(f"{key}.kwargs do not fit {entry.name}: it has no argument {name}.{near} {taken}")
+            raise ConfigError(f"{key} do not fit {class_name}: it has no argument {name}.{near} {taken}")
         default = parameters[name].default if name in parameters else None
         if problem := _unlike(value, default):
             given = f"{name}={value!r} {problem}"
-            raise ConfigError(f"{key}.kwargs do not fit {entry.name}: {given}. Its default is {default!r}.")
+            raise ConfigError(f"{key} do not fit {class_name}: {given}. Its default is {default!r}.")
 
 
 def _unlike(value: Any, default: Any) -> str:
@@ -173,7 +282,7 @@ def _named_class(entry: OptimizerConfig | SchedulerConfig, key: str) -> Any:
     found = import_dotted(entry.name, ConfigError, f"{key}={entry.name!r}", advice)
     if not callable(found):
         raise ConfigError(f"{key}={entry.name!r} is not a class. {advice}")
-    return found
+    return Muon if found is torch.optim.Muon else found
 
 
 def optimizer_settings(config: PolicyConfig) -> OptimizerSettings:
@@ -185,16 +294,23 @@ def _on_gpu(parameters: Sequence[nn.Parameter]) -> bool:
     return all(parameter.is_cuda for parameter in parameters)
 
 
-def groups_now(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+def groups_now(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Convert a saved state's parameter groups to those of this optimizer, which may use other meshes or devices.
 
     Args:
-        optimizer: has one group for each mesh, all with the same settings.
+        optimizer: has one group for each mesh, all with the same settings. Muon has further groups for AdamW.
         names: parameter names of each of the optimizer's groups.
-        saved: any group of the saved state, because all of its groups have the same settings.
+        saved: groups of the saved state. All groups that Muon updates have the same settings, and so have all others.
     """
+    of_kind = {group.get(ORTHOGONAL): group for group in reversed(saved)}
     return [
-        {**saved, "params": list(own), **{name: group[name] for name in _IMPLEMENTATION if name in group}}
+        {
+            **of_kind.get(group.get(ORTHOGONAL), group),
+            "params": list(own),
+            **{name: group[name] for name in _IMPLEMENTATION if name in group},
+        }
         for group, own in zip(optimizer.param_groups, names, strict=True)
     ]
 
@@ -220,12 +336,17 @@ def hyperparameters_now(
         warnings.simplefilter("ignore")
         for _ in range(schedule.get("last_epoch", 0) - scheduler.last_epoch):
             scheduler.step()
-    old, new = before["optimizer"]["kwargs"], settings["optimizer"]["kwargs"]
+    old, new = (_flat(each["optimizer"]["kwargs"]) for each in (before, settings))
     changed = {name for name in (*old, *new) if old.get(name) != new.get(name)}
     return [
         {name: value for name, value in group.items() if name in changed or name in _SCHEDULED}
         for group in optimizer.param_groups
     ]
+
+
+def _flat(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's arguments, with those that Muon passes to AdamW under their own names too."""
+    return {**kwargs, **{name: (value, kwargs.get(name)) for name, value in (kwargs.get("adamw") or {}).items()}}
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ Replay (Ma et al. 2025, arXiv:2510.11370).
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -55,9 +55,14 @@ _ROUTER_NAMES = ("gate", "router")
 """Names that transformers gives to a router module that is a sibling of the experts."""
 
 
-def find_routers(hf: nn.Module) -> list[nn.Module]:
-    """Return the routers of the experts that `find_experts` returns, in the order of layers."""
-    blocks = [hf.get_submodule(name.rpartition(".")[0]) for name in find_experts(hf)]
+def find_routers(hf: nn.Module, experts: Iterable[str] | None = None) -> list[nn.Module]:
+    """Return the routers of experts, in the order of layers.
+
+    Args:
+        experts: names of the modules of experts. If None, those of `find_experts`.
+    """
+    names = find_experts(hf) if experts is None else experts
+    blocks = [hf.get_submodule(name.rpartition(".")[0]) for name in names]
     return [child for block in blocks for name, child in block.named_children() if name in _ROUTER_NAMES]
 
 

@@ -79,15 +79,16 @@ class DTensorTraining(FolderBackend):
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
         """Return a lower bound of a checkpoint's bytes while it is written, or None if it is unknown.
 
-        It counts float32 weights, twice while their parts are joined, Adam's moments and the consolidated model.
+        It counts float32 weights, twice while their parts are joined, moments of Adam or Muon and the consolidated
+        model.
         """
         parameters = count_parameters(policy.model_name)
         if parameters is None:
             return None
         weights = 4 * parameters
-        has_moments = policy.optimizer is not None and "adam" in policy.optimizer.name.lower()
-        trains_all = not policy.dtensor_cfg.lora_cfg.enabled
-        moments = 2 * weights if checkpointing.save_optimizer and has_moments and trains_all else 0
+        name = "" if policy.optimizer is None else policy.optimizer.name.lower()
+        saves_all = checkpointing.save_optimizer and not policy.dtensor_cfg.lora_cfg.enabled
+        moments = weights * (2 if "adam" in name else 1 if "muon" in name else 0) * saves_all
         to_hand_on = weights if policy.precision == "float32" else weights // 2
         return max(2 * weights, weights + moments + (to_hand_on if checkpointing.save_consolidated else 0))
 

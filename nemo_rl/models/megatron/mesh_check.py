@@ -301,10 +301,16 @@ class MeshPlace(RankMemory):
         """Bytes of the gradient buffers, which hold a gradient for every trained weight."""
         return sum(self._trained) * self._gradient_size
 
-    def _state_per_weight(self) -> int:
+    @property
+    def _moments_of_muon(self) -> float:
+        """Mean number of moments per weight. Muon keeps one for a weight of a layer, and Adam two for the others."""
+        outside = sum(each.matrices / self.layout.tp + each.vectors for each in self.outside)
+        return 1.0 + outside / sum(self._trained)
+
+    def _state_per_weight(self) -> float:
         """Return how many float32 numbers the optimizer stores per weight: moments, and a copy of 16-bit weights."""
         wanted = self.policy.megatron_cfg.optimizer
-        moments = 2 if wanted.optimizer == "adam" else int(wanted.sgd_momentum > 0)
+        moments = {"adam": 2.0, "sgd": float(wanted.sgd_momentum > 0)}.get(wanted.optimizer, self._moments_of_muon)
         return moments + (self.itemsize < WIDE)
 
     def _training(self) -> dict[str, Moment]:

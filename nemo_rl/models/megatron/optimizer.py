@@ -18,9 +18,11 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.transformer.moe.router import TopKRouter
 
 from nemo_rl.config.schema.model.megatron import MegatronConfig, MegatronSchedulerConfig
 from nemo_rl.models.megatron import parallel
+from nemo_rl.models.megatron.scoring import ScalarHead
 from nemo_rl.models.training.tensor_checks import not_finite
 from nemo_rl.models.training.torch_backend import HostMemory, move_state
 from nemo_rl.utils.errors import ConfigError
@@ -72,8 +74,11 @@ def build_optimizer(
     wanted = section.optimizer
     on_gpu, distributed = is_on_gpu(chunks), chunks[0].ddp_config.use_distributed_optimizer
     offloads = on_gpu and wanted.optimizer_cpu_offload
+    if wanted.is_muon:
+        _leave_to_adam(chunks)
     config = OptimizerConfig(
-        optimizer=wanted.optimizer,
+        optimizer="muon" if wanted.is_muon else wanted.optimizer,
+        **wanted.model_dump(include={name for name in type(wanted).model_fields if name.startswith("muon_")}),
         lr=wanted.lr,
         min_lr=wanted.min_lr,
         weight_decay=wanted.weight_decay,
@@ -99,6 +104,15 @@ def build_optimizer(
         if isinstance(member, DistributedOptimizer):
             _number_weights(member)
     return optimizer
+
+
+def _leave_to_adam(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Mark routers and scalar heads as parameters that Adam updates, as Megatron Core marks embeddings and heads."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, TopKRouter | ScalarHead):
+            weights: list[Any] = list(module.parameters(recurse=False))
+            for weight in weights:
+                weight.is_embedding_or_output_parameter = True
 
 
 def _number_weights(member: DistributedOptimizer) -> None:

@@ -25,6 +25,16 @@ def missing_megatron_core() -> str | None:
     return None if found == TESTED_VERSION else f"megatron-core {found} is installed, and {TESTED_VERSION} is needed"
 
 
+def missing_muon() -> str | None:
+    """Return a message if the package is not installed by which Megatron Core computes Muon, or None."""
+    try:
+        found = importlib.metadata.version("emerging-optimizers")
+    except importlib.metadata.PackageNotFoundError:
+        return "emerging-optimizers is not installed"
+    number = tuple(int(part) for part in found.split(".")[:2])
+    return None if number >= (0, 2) else f"emerging-optimizers {found} is installed, and 0.2 or later is needed"
+
+
 def require_megatron_core(asked_by: str = "policy.megatron_cfg.enabled=true") -> None:
     """Raise an error if the tested release of megatron-core is not installed.
 

@@ -149,6 +149,14 @@ REFUSED: list[tuple[list[str], str]] = [
         r"1 ranks are no multiple of 2 \(tensor_parallel_size=2\)\. Nearest numbers of ranks: 2\.",
     ),
     (["policy.optimizer=null"], r"policy\.optimizer is null"),
+    (
+        ["policy.optimizer.name=torch.optim.Muon", "policy.dtensor_cfg.lora_cfg.enabled=true"],
+        r"torch\.optim\.Muon with policy\.dtensor_cfg\.lora_cfg\.enabled=true: .*\.AdamW for adapters",
+    ),
+    (
+        ["policy.optimizer.name=torch.optim.Muon", "policy.draft.enabled=true"],
+        r"torch\.optim\.Muon with policy\.draft\.enabled=true: .* or policy\.draft\.enabled=false",
+    ),
     (["policy.generation=null"], r"policy\.generation is null"),
     (["policy.generation.temperature=0"], r"temperature=0 makes all answers of a group equal"),
     (["policy.generation.top_k=1"], r"top_k=1 makes all answers of a group equal"),

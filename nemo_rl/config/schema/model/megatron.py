@@ -32,28 +32,60 @@ _BY_PRECISION = "follows policy.precision; the weights that the optimizer moves 
 _FSDP = "Megatron's own FSDP"
 
 
+MUON = ("muon", "dist_muon")
+"""Values of `optimizer.optimizer` with which Muon updates matrices of hidden layers."""
+_WITH_ADAM = ("adam", *MUON)
+
+
 class MegatronOptimizerConfig(Section):
     """The optimizer of Megatron Core, used instead of `policy.optimizer`."""
 
     later: ClassVar[dict[str, str]] = {"fp16": "float16 training"}
     ignored: ClassVar[dict[str, str]] = {"bf16": _BY_PRECISION, "params_dtype": _BY_PRECISION}
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """The optimizer: Adam with decoupled weight decay, or SGD."""
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon"] = "adam"
+    """The optimizer: Adam with decoupled weight decay, SGD, or Muon for matrices of hidden layers with Adam for other
+    parameters. dist_muon is another name of muon."""
     lr: LearningRate = 5.0e-6
     """Highest learning rate."""
     min_lr: LearningRateOrZero = 5.0e-7
     """Learning rate at the end of a decay."""
     weight_decay: FactorOrZero = 0.01
     """Default of scheduler.start_weight_decay and end_weight_decay. Only these two keys are used."""
-    adam_beta1: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.9, ge=0.0, lt=1.0)
+    adam_beta1: Annotated[float, OnlyWith("optimizer", _WITH_ADAM)] = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay rate of Adam's mean of gradients."""
-    adam_beta2: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.999, ge=0.0, lt=1.0)
+    adam_beta2: Annotated[float, OnlyWith("optimizer", _WITH_ADAM)] = Field(default=0.999, ge=0.0, lt=1.0)
     """Decay rate of Adam's mean of squared gradients."""
-    adam_eps: Annotated[Factor, OnlyWith("optimizer", ("adam",))] = 1e-8
+    adam_eps: Annotated[Factor, OnlyWith("optimizer", _WITH_ADAM)] = 1e-8
     """Value added to Adam's denominator."""
     sgd_momentum: Annotated[float, OnlyWith("optimizer", ("sgd",))] = Field(default=0.9, ge=0.0, lt=1.0)
     """Momentum of SGD."""
+    muon_momentum: Annotated[float, OnlyWith("optimizer", MUON)] = Field(default=0.95, ge=0.0, lt=1.0)
+    """Share of the earlier momentum of Muon."""
+    muon_nesterov: Annotated[bool, OnlyWith("optimizer", MUON)] = False
+    """Use Nesterov momentum."""
+    muon_num_ns_steps: Annotated[Count, OnlyWith("optimizer", MUON)] = 5
+    """Number of Newton-Schulz steps, which make the momentum of a matrix orthogonal."""
+    muon_coefficient_type: Annotated[
+        Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"], OnlyWith("optimizer", MUON)
+    ] = "quintic"
+    """Coefficients of the steps; simple: those of torch.optim.Muon."""
+    muon_fp32_matmul_prec: Annotated[Literal["medium", "high", "highest"], OnlyWith("optimizer", MUON)] = "medium"
+    """Precision of the steps: bfloat16, TensorFloat-32 or float32."""
+    muon_scale_mode: Annotated[Literal["spectral", "unit_rms_norm", "shape_scaling"], OnlyWith("optimizer", MUON)] = (
+        "spectral"
+    )
+    """Factor of the learning rate for a matrix of m rows and n columns: sqrt(max(m, n)), sqrt(m / n), or
+    sqrt(max(1, m / n))."""
+    muon_extra_scale_factor: Annotated[Factor, OnlyWith("optimizer", MUON)] = 1.0
+    """Further factor of the learning rate for all matrices; with spectral, 0.2 gives updates as large as Adam's."""
+    muon_split_qkv: Annotated[bool, OnlyWith("optimizer", MUON)] = True
+    """Treat queries, keys and values of linear_qkv as three matrices, as in Hugging Face's models."""
+    muon_tp_mode: Annotated[Literal["duplicated", "distributed", "blockwise"], OnlyWith("optimizer", MUON)] = (
+        "duplicated"
+    )
+    """Computation for a matrix that tensor-parallel ranks divide: on every rank, by all ranks together, or for each
+    rank's block as if it were a matrix, so that the result depends on the number of ranks."""
     use_distributed_optimizer: bool = True
     """Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."""
     use_precision_aware_optimizer: bool = True
@@ -66,6 +98,11 @@ class MegatronOptimizerConfig(Section):
     """With optimizer_cpu_offload: copy between GPU and host during the update."""
     clip_grad: FactorOrZero | None = derived("${...max_grad_norm}")
     """Norm to which the whole gradient is clipped; 0 or null: no clipping."""
+
+    @property
+    def is_muon(self) -> bool:
+        """Return whether matrices of hidden layers are updated by Muon, and other parameters by Adam."""
+        return self.optimizer in MUON
 
 
 class MegatronSchedulerConfig(Section):

@@ -342,6 +342,9 @@ class SchedulerMilestones(Section):
     """Steps at which the next schedule of the list begins."""
 
 
+_MUON = ("torch.optim.Muon", "torch.optim._muon.Muon", "nemo_rl.models.training.muon.Muon")
+
+
 class OptimizerConfig(Section):
     """The optimizer."""
 
@@ -355,4 +358,10 @@ class OptimizerConfig(Section):
             "eps": 1e-8,
         }
     )
-    """Arguments of the class. A mapping in a file replaces this whole default."""
+    """Arguments of the class. A mapping in a file replaces this whole default. With torch.optim.Muon, `adamw` has the
+    arguments of torch.optim.AdamW, which updates the parameters that are no matrices of hidden layers."""
+
+    @property
+    def is_muon(self) -> bool:
+        """Return whether matrices of hidden layers are updated by Muon, and other parameters by AdamW."""
+        return self.name in _MUON

@@ -146,7 +146,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
         raise CheckpointError(
             f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {reasons_of(error)}"
         ) from error
-    state["optim"]["param_groups"] = groups_now(optimizer, names, (groups or state["optim"]["param_groups"])[0])
+    state["optim"]["param_groups"] = groups_now(optimizer, names, groups or state["optim"]["param_groups"])
     here = names_here(hf)
     state["optim"]["state"] = {here.get(name, name): value for name, value in state["optim"]["state"].items()}
     set_optimizer_state_dict(hf, optimizer, state["optim"])

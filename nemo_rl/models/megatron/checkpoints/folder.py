@@ -117,7 +117,8 @@ _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
     """Return a lower bound of a checkpoint's bytes, or None if the number of parameters is unknown.
 
-    The bound includes weights, Adam's two moments, float32 copies of 16-bit weights, and a saved consolidated model.
+    The bound includes weights, Adam's two moments or Muon's one, float32 copies of 16-bit weights, and a saved
+    consolidated model.
     """
     parameters = count_parameters(policy.model_name)
     if parameters is None:
@@ -125,9 +126,9 @@ def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -
     full = policy.precision == "float32"
     weights = (_FLOAT32_BYTES if full else _HALF_BYTES) * parameters
     settings: Any = policy.megatron_cfg
-    has_moments = settings.optimizer.optimizer == "adam"
+    moments = 1 if settings.optimizer.is_muon else 2 * (settings.optimizer.optimizer == "adam")
     trained = 0 if policy.adapter_keys else parameters
-    state = (2 * has_moments + (not full)) * _FLOAT32_BYTES * trained
+    state = (moments + (not full)) * _FLOAT32_BYTES * trained
     return weights * (1 + checkpointing.save_consolidated) + (state if checkpointing.save_optimizer else 0)
 
 

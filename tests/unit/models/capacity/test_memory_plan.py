@@ -127,6 +127,8 @@ def test_each_mesh_axis_divides_its_part_of_the_memory() -> None:
     assert plan_of(dp_replicate=4).stays["weights"] == one.stays["weights"]
     assert 0.5 < plan_of(tp=2).stays["weights"] / one.stays["weights"] < 0.52  # norms and biases are on both
     assert plan_of(optimizer="torch.optim.SGD").stays["optimizer state"] == 0
+    by_muon = sum(layer.matrices for layer in total.layers)
+    assert plan_of(optimizer="torch.optim.Muon").stays["optimizer state"] == 8 * parameters - 4 * by_muon
     assert activations(plan_of(dp_shard=2)) == activations(one)
     assert activations(plan_of(tp=2, sequence_parallel=True)) < activations(plan_of(tp=2)) < activations(one)
     assert activations(plan_of(cp=2, context_parallel_method="ulysses")) == pytest.approx(

@@ -1,6 +1,6 @@
 """Run one optimization of a small model by Hugging Face and torch, and the same one by this backend's parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -61,14 +61,21 @@ def count_of(data: BatchedDataDict[Any]) -> float:
     return float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
 
 
-def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
-    """Run four steps in float64."""
+def adam_of(named: dict[str, Any]) -> torch.optim.AdamW:
+    """Make AdamW for named parameters, without weight decay of vectors."""
+    is_vector = {name: p.dim() == 1 or name.endswith("_bias") for name, p in named.items()}  # stacked experts'
+    vectors, matrices = ([p for name, p in named.items() if is_vector[name] is kind] for kind in (True, False))
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
+    return torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, eps=EPS)
+
+
+def reference(
+    kind: str, dtype: torch.dtype = torch.float64, make: Callable[[dict[str, Any]], Any] = adam_of
+) -> Reference:
+    """Run four steps in float64, with the optimizer that `make` builds for the named parameters."""
     hf = model(kind).to(dtype)
     kept = Reference(before=model(kind), after=hf)
-    named = {name: p.dim() == 1 or name.endswith("_bias") for name, p in hf.named_parameters()}  # stacked experts'
-    vectors, matrices = ([p for name, p in hf.named_parameters() if named[name] is kind] for kind in (True, False))
-    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
-    adam = torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, eps=EPS)
+    optimizer = make(dict(hf.named_parameters()))
     for step in range(STEPS):
         data = batch(step)
         logprobs, entropy = _scores(hf, data)
@@ -79,8 +86,8 @@ def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
             kept.gradients = {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}
         kept.losses.append(loss.item())
         kept.norms.append(float(torch.nn.utils.clip_grad_norm_(hf.parameters(), CLIP)))
-        adam.step()
-        adam.zero_grad()
+        optimizer.step()
+        hf.zero_grad()
     return kept
 
 

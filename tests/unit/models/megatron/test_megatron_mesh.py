@@ -432,6 +432,26 @@ def test_state_that_cannot_be_saved_is_refused() -> None:
     assert found(sgd_momentum=0.0) == found(use_distributed_optimizer=False) == []
 
 
+def test_muon_needs_whole_matrices() -> None:
+    def found(**section: Any) -> list[str]:
+        optimizer = {"optimizer": "dist_muon", **section.pop("optimizer", {})}
+        policy = PolicyConfig.build(
+            model_name="m",
+            dtensor_cfg={"enabled": False},
+            megatron_cfg={"enabled": True, "optimizer": optimizer, **section},
+            generation=None,
+        )
+        return list(check_megatron("policy", policy.megatron_cfg))
+
+    given = "policy.megatron_cfg.optimizer.optimizer=dist_muon with"
+    divided, adapters = found(peft={"enabled": True})
+    assert (
+        divided.startswith(f"{given} use_distributed_optimizer=true") and "use_distributed_optimizer=false" in divided
+    )
+    assert adapters.startswith(f"{given} policy.megatron_cfg.peft.enabled=true") and "optimizer=adam" in adapters
+    assert found(optimizer={"use_distributed_optimizer": False}) == []
+
+
 def test_the_project_pins_the_tested_release() -> None:
     project = tomllib.loads((REPOSITORY_ROOT / "pyproject.toml").read_text())
     assert f"megatron-core=={TESTED_VERSION}" in project["project"]["optional-dependencies"]["mcore"]

@@ -72,6 +72,9 @@ def test_resident_memory_of_one_rank_equals_the_arithmetic() -> None:
     assert one.host == {"reference weights and their place": 4 * total}
     assert plan_of(precision="float32").stays["optimizer state"] == 8 * total
     assert plan_of(optimizer={"optimizer": "sgd"}).stays["optimizer state"] == 8 * total
+    tables = 2 * model_config().vocab_size * model_config().hidden_size + model_config().hidden_size
+    muon = plan_of(optimizer={"optimizer": "muon", "use_distributed_optimizer": False}).stays["optimizer state"]
+    assert muon == 8 * total + 4 * tables, "a second moment of embedding, head and last norm"
     assert plan_of(distributed_data_parallel_config={}).stays["gradients"] == 4 * total, "float32 by default"
     assert plan_of(trains=False).stays == {"weights": 2 * total}
     on_host = plan_of(optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75})
