@@ -1,13 +1,17 @@
 """Download files of a repository of the Hugging Face hub, with a bar or log lines that show the progress.
 
+A name of a model or tokenizer is a folder, a hub id, or a hub id with a commit: `owner/name@COMMIT` (`pinned`).
+
 `huggingface_hub` does the work: its cache, its locks between processes, its attempts (a broken connection is continued
 where it broke), and its deadlines (`HF_HUB_DOWNLOAD_TIMEOUT` seconds without a byte). Invariant: files of a commit that
 are in the cache cause no request to the hub.
 """
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +25,36 @@ from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import DownloadError
 
 _MEGABYTE = 10**6
+_PINNED = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@([0-9a-f]{40})")
+DESCRIBING_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Patterns of the files of a hub model with its configuration and tokenizer."""
+_CODE_FILES = ("*.py",)
+SUBFOLDERS = ("*/*",)
+
+
+def pinned(name: str) -> tuple[str, str] | None:
+    """Return hub id and commit of a name `owner/name@COMMIT` with 40 hexadecimal digits, or None for other names."""
+    found = None if Path(name).expanduser().is_dir() else _PINNED.fullmatch(name)
+    return None if found is None else (found[1], found[2])
+
+
+@lru_cache(maxsize=32)
+def described_source(name: str) -> str:
+    """Return what transformers loads a configuration or tokenizer from.
+
+    For `owner/name@COMMIT`, that is the folder of the commit in the hub's cache, after all of its files except the
+    weights have been downloaded. Every other name is returned unchanged.
+
+    Raises:
+        DownloadError: the files of the commit cannot be downloaded.
+    """
+    found = pinned(name)
+    if found is None:
+        return name
+    repository, commit = found
+    with one_download(repository):
+        patterns = (*DESCRIBING_FILES, *_CODE_FILES)
+        return str(download(repository, patterns, ignored=SUBFOLDERS, revision=commit))
 
 
 def download(

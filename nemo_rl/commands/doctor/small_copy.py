@@ -24,6 +24,7 @@ from nemo_rl.commands.conformance.run import check_engine
 from nemo_rl.commands.doctor.model_cells import PACKED, PADDED, Cell, TrialResult, measured
 from nemo_rl.config import ClusterConfig, MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.files.trusted_code import copy_code
 from nemo_rl.models.dtensor.build import Found
 from nemo_rl.models.dtensor.proof.children import Failure, answers
 from nemo_rl.models.dtensor.proof.mesh_proof import join_ranks
@@ -67,6 +68,7 @@ def saved_small_copy(base: PolicyConfig, model: PretrainedConfig) -> Iterator["S
                 parameter.mul_(_CALM)
     with tempfile.TemporaryDirectory(prefix="nrl-small-") as folder:
         hf.save_pretrained(folder)
+        copy_code(model.name_or_path, Path(folder))
         _tokenizer(hf.config.get_text_config()).save_pretrained(folder)
         yield SmallCopy(base, hf, folder)
 

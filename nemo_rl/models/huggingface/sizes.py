@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
+from nemo_rl.files.hub_download import pinned
 from nemo_rl.files.regular_file import open_regular
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
 from nemo_rl.models.huggingface.layers import decoder_layers
@@ -69,7 +70,8 @@ def count_parameters(model_name: str) -> int | None:
     """
     folder = Path(model_name)
     if not folder.is_dir():
-        cached = try_to_load_from_cache(model_name, "config.json")
+        repository, commit = pinned(model_name) or (model_name, None)
+        cached = try_to_load_from_cache(repository, "config.json", revision=commit)
         if not isinstance(cached, str):
             return None
         folder = Path(cached).parent
@@ -78,9 +80,9 @@ def count_parameters(model_name: str) -> int | None:
     except (OSError, ValueError, KeyError, struct.error):
         return None
     if not counts and (folder / "config.json").is_file():
-        from transformers import AutoConfig
+        from nemo_rl.models.huggingface.load import read_config
 
-        return parameters_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        return parameters_of(read_config(folder))
     return sum(counts) or None
 
 
