@@ -16,9 +16,9 @@ from nemo_rl.data.images.families import image_family
 from nemo_rl.data.images.messages import bind_images, template_content
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.messages.encoding import bind_template_kwargs
-from nemo_rl.files.hub_download import described_source
+from nemo_rl.files.hub_download import described_source, one_download
 from nemo_rl.files.regular_file import read_text, require_regular_files
-from nemo_rl.files.trusted_code import may_run
+from nemo_rl.files.trusted_code import ADVICE, is_refused, may_run
 from nemo_rl.host.processes import call_in_child
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
@@ -92,7 +92,10 @@ def load_tokenizer(name: str | Path) -> TokenizerType:
         OSError, ValueError: it cannot be loaded.
     """
     source = described_source(str(name))
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=may_run(source))
+    if not may_run(source):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with one_download(Path(source).name):  # transformers copies the code into a folder that processes share
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=True)
 
 
 def _load(name: str, section: str) -> TokenizerType:
@@ -100,11 +103,12 @@ def _load(name: str, section: str) -> TokenizerType:
         require_regular_files(name)
         return load_tokenizer(name)
     except (OSError, ValueError) as error:
+        own = f"\n{section}.{ADVICE}" if is_refused(error) else ""
         place = "folder" if Path(name).expanduser().is_dir() else "local folder or hub id"
         raise ConfigError(
             f"{section}.tokenizer.name={name!r}: no tokenizer could be loaded from this {place}. "
             f"It needs tokenizer.json, or vocabulary files with tokenizer_config.json. "
-            f"The loader said: {error}"
+            f"The loader said: {error}{own}"
         ) from error
 
 

@@ -107,14 +107,14 @@ def download(
 
 @contextmanager
 def one_download(name: str) -> Iterator[None]:
-    """Run a block while no other process that uses the same cache runs it for the same repository.
+    """Run a block while no other process that uses the same cache runs it for the same repository or folder.
 
     The ranks of a machine start at the same time. One of them downloads, and the others then find the files in the
     cache. Without the lock, thousands of ranks would ask the hub within seconds, and the hub limits requests. The wait
     ends when the process that has the lock ends; a worker's start has the deadline `cluster.timeouts.setup_s`.
 
     Args:
-        name: id of the repository.
+        name: id of the repository, or name of the folder.
     """
     lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"nemo_rl--{name.replace('/', '--')}.lock"
     try:

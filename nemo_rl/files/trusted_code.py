@@ -30,6 +30,14 @@ _ELSEWHERE = "--"
 """Mark of a class in another repository: `owner/name--module.Class`."""
 
 
+ADVICE = "trust_remote_code=true runs this code. Read it first: it gets all of your rights."
+
+
+def is_refused(error: Exception) -> bool:
+    """Return whether transformers raised an error because the code of a folder may not run."""
+    return "trust_remote_code=True" in str(error)
+
+
 def code_files(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of the relative path and content of each Python file below a folder, by the path.
 

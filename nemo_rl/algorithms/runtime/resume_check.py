@@ -125,14 +125,15 @@ def _check_code(name: str, model: PolicyConfig, checkpointing: CheckpointingConf
     key = f"{name}.trust_remote_code"
     if not model.trust_remote_code or checkpointing.allows(key):
         return
-    before = code_files(path / name / "weights" / MODEL_FOLDER)
+    folder = path / name / "weights" / MODEL_FOLDER
+    before = code_files(folder)
     now = code_of(model.model_name, model.tokenizer.name)
     changed = sorted(file for file in before.keys() | now.keys() if before.get(file) != now.get(file))
     if changed:
         raise ConfigError(
-            f"the code of {name}.model_name={model.model_name!r} or its tokenizer has changed since {path} was written: "
-            f"{', '.join(changed)}. Restore it (a copy is in {path / name / 'weights' / MODEL_FOLDER}), give this run "
-            f"its own checkpointing.checkpoint_dir, or accept the change with\n  checkpointing.allow_changed=[{key}]"
+            f"the code of {name}.model_name={model.model_name!r} or its tokenizer has changed since {path} was "
+            f"written: {', '.join(changed)}. Restore it (a copy is in {folder}), give this run its own "
+            f"checkpointing.checkpoint_dir, or accept the change with\n  checkpointing.allow_changed=[{key}]"
         )
 
 

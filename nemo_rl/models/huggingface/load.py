@@ -22,9 +22,9 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from nemo_rl.data.images.families import FAMILIES
 from nemo_rl.distributed.parallel_logprobs import initial_head
-from nemo_rl.files.hub_download import described_source
+from nemo_rl.files.hub_download import described_source, one_download
 from nemo_rl.files.regular_file import require_regular_files
-from nemo_rl.files.trusted_code import may_run
+from nemo_rl.files.trusted_code import ADVICE, is_refused, may_run
 from nemo_rl.models.huggingface.tensor_files import cached_folder, model_folder
 from nemo_rl.utils.errors import ConfigError
 
@@ -193,7 +193,7 @@ def load_model_config(
         # # The configuration is read from the same commit as the weights.
         config = read_config(cached_folder(model_name) or described_source(model_name))
     except (OSError, ValueError) as error:
-        own = " (trust_remote_code is a key of this section.)" if "trust_remote_code" in str(error) else ""
+        own = f"\n{section}.{ADVICE}" if is_refused(error) else ""
         raise ConfigError(
             f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "
             f"model id that can be downloaded from here: {error}{own}"
@@ -223,7 +223,8 @@ def read_config(files: str | Path) -> PretrainedConfig:
         ConfigError: the classes of the folder cannot be used.
     """
     if may_run(files):
-        return _with_own_classes(str(files))
+        with one_download(Path(files).name):  # transformers copies the code into a folder that processes share
+            return _with_own_classes(str(files))
     written, _ = PretrainedConfig.get_config_dict(files)
     known = _SAME_LAYERS.get(written.get("model_type", ""))
     if known is None:
