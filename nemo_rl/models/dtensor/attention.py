@@ -151,7 +151,10 @@ _LENGTHS = (11, 9)
 _PACKED_LENGTHS = (11, 9, 1, 70)
 """Lengths of packed sequences: two that end within a chunk of a recurrent layer, one token, and more than a chunk."""
 _ALIKE = 5
-"""Number of equal tokens at the start of both sequences."""
+"""Number of equal tokens at the start of the first two sequences."""
+_SHARED_LENGTHS, _SHARED = (80, 76, 72, 9), (0, 70, 66, 0)
+"""Lengths of sequences, and number of tokens that each shares with the one before it: more than a chunk of a recurrent
+layer, and then fewer tokens than its convolution reads."""
 _STRIDE = 7
 _WINDOW = 4
 _WITHOUT_DIVISION = "Set policy.dtensor_cfg.context_parallel_size=1 for this model."
@@ -239,7 +242,7 @@ def verify_shared_prompts(model: PreTrainedModel, forward: Forward = logits) -> 
     Raises:
         ConfigError: the outputs differ, or the model's forward does not accept the arguments.
     """
-    _verify(model, forward, "shared", _shared)
+    _verify(model, forward, "shared", _shared, lengths=_SHARED_LENGTHS, alike=_SHARED)
 
 
 type _LayOut = Callable[[list[Tensor]], tuple[dict[str, Any], Callable[[Tensor], Tensor]]]
@@ -254,14 +257,16 @@ def _verify(
     lay_out: _LayOut,
     way_out: str = "",
     lengths: Sequence[int] = _LENGTHS,
+    alike: Sequence[int] = (0, _ALIKE),
 ) -> None:
     name = type(model).__name__
     if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
         raise ConfigError(f"{name} uses chunked attention, which the registered attention does not support. {way_out}")
     device = next(model.parameters()).device
     tokens = (torch.arange(sum(lengths), device=device) * 7 + 3) % model.config.get_text_config().vocab_size
-    tokens[lengths[0] :][:_ALIKE] = tokens[:_ALIKE]
     segments = list(tokens.split(list(lengths)))
+    for number, equal in enumerate(alike):
+        segments[number][:equal] = segments[number - 1][:equal]
     was_training = model.training
     model.eval()
     try:
@@ -315,11 +320,12 @@ def _shuffled(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor]
 
 def _shared(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
     ids = nn.utils.rnn.pad_sequence(segments, batch_first=True)
-    layout = share_prefixes(ids.cpu(), _LENGTHS, Prefixes([0, 1], [0, _ALIKE]), round_to=1)
+    rows = range(len(_SHARED_LENGTHS))
+    layout = share_prefixes(ids.cpu(), _SHARED_LENGTHS, Prefixes(list(rows), list(_SHARED)), round_to=1)
     model_inputs = {k: v.to(ids.device) if isinstance(v, Tensor) else v for k, v in layout.model_inputs.items()}
-    rows = torch.arange(2).repeat_interleave(torch.tensor(_LENGTHS))
-    columns = torch.cat([torch.arange(length) for length in _LENGTHS])
-    places = layout.places(rows, columns).to(ids.device)
+    row_of_token = torch.tensor(rows).repeat_interleave(torch.tensor(_SHARED_LENGTHS))
+    columns = torch.cat([torch.arange(length) for length in _SHARED_LENGTHS])
+    places = layout.places(row_of_token, columns).to(ids.device)
     return model_inputs, lambda output: output[0][places]
 
 

@@ -5,10 +5,11 @@
     row 2: p d            shared:  p, a, b, c, d, e
     row 3: e
 
-All operations except attention treat tokens one by one, and a token's hidden state depends only on the tokens before
-it. So the samples of a group need their prompt only once, and the branches of a session their common answers: 16
-answers as long as their prompt take 17 parts instead of 32. Only attention needs whole rows: the keys of each part
-follow the keys of all parts before it. A shared token is scored once, and each of its rows gets the score, so that the
+All operations except attention and recurrent layers treat tokens one by one, and a token's hidden state depends only on
+the tokens before it. So the samples of a group need their prompt only once, and the branches of a session their common answers: 16
+answers as long as their prompt take 17 parts instead of 32. In attention, the keys of each part
+follow the keys of all parts before it; recurrent layers begin a part with the state after the parts before it
+(`huggingface.shared_states`). A shared token is scored once, and each of its rows gets the score, so that the
 loss of each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows except for
 the last digits, because sums have another order. `data.common_prefixes` finds the tokens that rows share.
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.models.attention.plan import AttentionPlan, Piece
+from nemo_rl.models.huggingface.shared_states import PrefixTree
 
 
 class SharedPrefixes:
@@ -36,6 +38,8 @@ class SharedPrefixes:
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
+        self.tree = PrefixTree(lengths, parents)
+        """The parts, for recurrent layers."""
         self._lengths = list(lengths)
         self._chains: list[list[int]] = []
         for part, parent in enumerate(parents):
