@@ -6,12 +6,12 @@
     row 3: e
 
 All operations except attention and recurrent layers treat tokens one by one, and a token's hidden state depends only on
-the tokens before it. So the samples of a group need their prompt only once, and the branches of a session their common answers: 16
-answers as long as their prompt take 17 parts instead of 32. In attention, the keys of each part
-follow the keys of all parts before it; recurrent layers begin a part with the state after the parts before it
-(`huggingface.shared_states`). A shared token is scored once, and each of its rows gets the score, so that the
-loss of each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows except for
-the last digits, because sums have another order. `data.common_prefixes` finds the tokens that rows share.
+the tokens before it. So the samples of a group need their prompt only once, and the branches of a session their common
+answers: 16 answers as long as their prompt take 17 parts instead of 32. In attention, the keys of each part follow the
+keys of all parts before it. Recurrent layers begin a part with the state after the part before it
+(`huggingface.shared_states`). A shared token is scored once, and each of its rows gets the score, so that the loss of
+each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows except for the
+last digits, because sums have another order. `data.common_prefixes` finds the tokens that rows share.
 
 Source: Prefix Grouper (Liu et al. 2025, arXiv:2506.05433), here extended to trees.
 """
