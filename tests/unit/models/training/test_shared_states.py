@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.models.dtensor.attention import register_varlen_attention, set_attention, verify_shared_prompts
-from nemo_rl.models.huggingface import shared_states
+from nemo_rl.models.huggingface import recurrent
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.recurrent import respect_borders
-from nemo_rl.models.huggingface.shared_states import PrefixTree, of_similar_lengths
+from nemo_rl.models.huggingface.shared_states import PrefixTree, of_similar_lengths, scan
 from nemo_rl.models.training.shared_prefixes import SharedLayout, share_prefixes
 from nemo_rl.utils.errors import ConfigError
 
@@ -79,11 +79,11 @@ def test_the_check_before_a_run_notices_a_lost_state(model_type: str, monkeypatc
     if model_type == "lfm2":  # it has convolutions only
         return
 
-    def forgetful(states: Sequence[Tensor]) -> Tensor:
-        return torch.zeros_like(cat(states)) if states[0].dim() == 4 and len(states[0]) == 1 else cat(states)
+    def forgetful(*arguments: Any) -> Any:
+        *others, tree = arguments
+        return scan(*others, PrefixTree(tree._lengths, [None] * len(tree.parents)))
 
-    cat = torch.cat
-    monkeypatch.setattr(shared_states.torch, "cat", forgetful)
+    monkeypatch.setattr(recurrent, "scan", forgetful)
     with pytest.raises(ConfigError, match="outputs for shared sequences differ"):
         verify_shared_prompts(model)
 
