@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.host.boundary import raised_as
 from nemo_rl.models.generation.interfaces import (
     Engine,
@@ -21,6 +22,7 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.load import load_causal_lm, read_config
 from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
 from nemo_rl.utils.errors import NemoRLError
 
@@ -33,7 +35,7 @@ type Banned = Callable[[list[int]], Sequence[int]]
 @lru_cache(maxsize=4)
 def model_of(folder: str, seed: int) -> PreTrainedModel:
     """Load a checkpoint in float32, with each weight multiplied by a random factor near 1 if the seed is not 0."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_causal_lm(folder)
     use_configured_time_steps(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -138,13 +140,12 @@ class Case:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model."""
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder)
-        return tokenizer
+        return load_tokenizer(self.folder)
 
     @cached_property
     def vocab_size(self) -> int:
         """The number of token ids that the model reads."""
-        size: int = AutoConfig.from_pretrained(self.folder).get_text_config().vocab_size
+        size: int = read_config(self.folder).get_text_config().vocab_size
         return size
 
     @cached_property

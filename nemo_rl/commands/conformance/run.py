@@ -33,6 +33,7 @@ from nemo_rl.commands.conformance.properties import (
     update,
     update_in_flight,
 )
+from nemo_rl.files.trusted_code import accept_code, trusted_code
 from nemo_rl.host.boundary import Boundary, raised_as
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
 from nemo_rl.models.generation.registry import engine_kind, make_engine
@@ -148,7 +149,7 @@ def check_engine(settings: EngineSettings, case: Case, names: Sequence[str] = tu
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, settings, case, names), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, settings, case, names, trusted_code()), daemon=True)
     own = engine_kind(settings.backend).environment(settings.device) | settings.env_vars | {"RANK": "0"}
     before = dict(os.environ)
     os.environ.update(own)  # the new process may read these variables while it imports
@@ -188,7 +189,9 @@ def _gathered(pipe: Connection, report: Report, names: Sequence[str], deadline_s
     return report
 
 
-def _serve(pipe: Connection, settings: EngineSettings, case: Case, names: Sequence[str]) -> None:
+def _serve(pipe: Connection, settings: EngineSettings, case: Case, names: Sequence[str], code: frozenset[str]) -> None:
+    accept_code(code)
+
     async def serve() -> None:
         engine = make_engine(settings)
         for name in names:
