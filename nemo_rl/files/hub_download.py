@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import DryRunFileInfo, constants, snapshot_download
-from huggingface_hub.errors import DryRunError
+from huggingface_hub import DryRunFileInfo, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import DryRunError, HFValidationError
 from huggingface_hub.utils import WeakFileLock
 from tqdm import tqdm
 
@@ -36,6 +36,16 @@ def pinned(name: str) -> tuple[str, str] | None:
     """Return hub id and commit of a name `owner/name@COMMIT` with 40 hexadecimal digits, or None for other names."""
     found = None if Path(name).expanduser().is_dir() else _PINNED.fullmatch(name)
     return None if found is None else (found[1], found[2])
+
+
+def cached_file(name: str, file: str) -> Path | None:
+    """Return a file of a repository, of the commit in the name or the newest one, if it is in the hub's cache."""
+    repository, commit = pinned(name) or (name, None)
+    try:
+        found = try_to_load_from_cache(repository, file, revision=commit)
+    except HFValidationError:  # the name is a path
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 @lru_cache(maxsize=32)

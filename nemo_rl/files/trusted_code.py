@@ -163,7 +163,7 @@ def code_of(*names: str) -> dict[str, str]:
 
 
 def copy_code(source: str | Path, target: Path) -> None:
-    """Copy the code of a folder into another one, if it may run, so that the other can be loaded in the same way."""
+    """Copy the code of a model into another folder if it may run, so that the other can be loaded in the same way."""
     if not may_run(source):
         return
     folder = _folder_of(source)

@@ -67,7 +67,6 @@ def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = No
     """
     files = sorted(file for file in source.iterdir() if file.is_file())
     target.mkdir(parents=True, exist_ok=True)
-    copy_code(source, target)
     tensors = {file: TensorFiles([file]) for file in files if file.match(TENSOR_FILES)}
     stays = stays_float32_in_files(_architecture(source), dtype)
     written, total = 0, sum(len(list(held)) for held in tensors.values())

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -22,6 +20,7 @@ from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
 from nemo_rl.files.hub_download import (
     DESCRIBING_FILES,
     SUBFOLDERS,
+    cached_file,
     described_source,
     download,
     one_download,
@@ -172,15 +171,10 @@ def cached_folder(hub_id: str) -> Path | None:
 
     The result is None if configuration, tokenizer or weights are not in the cache.
     """
-    repository, commit = pinned(hub_id) or (hub_id, None)
-    try:
-        files = (_TOKENIZER_CONFIG, CONFIG_NAME)
-        found = [try_to_load_from_cache(repository, name, revision=commit) for name in files]
-    except HFValidationError:  # the name is a path
+    tokenizer, config = (cached_file(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME))
+    if tokenizer is None or config is None:
         return None
-    if not all(isinstance(file, str) for file in found):
-        return None
-    folder = Path(str(found[-1])).parent
+    folder = config.parent
     try:
         weight_files(folder)
     except CheckpointError:
