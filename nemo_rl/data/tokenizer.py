@@ -103,7 +103,7 @@ def _load(name: str, section: str) -> TokenizerType:
         require_regular_files(name)
         return load_tokenizer(name)
     except (OSError, ValueError) as error:
-        own = f"\n{section}.{ADVICE}" if is_refused(error) else ""
+        own = f"\n{ADVICE}" if is_refused(error) else ""
         place = "folder" if Path(name).expanduser().is_dir() else "local folder or hub id"
         raise ConfigError(
             f"{section}.tokenizer.name={name!r}: no tokenizer could be loaded from this {place}. "

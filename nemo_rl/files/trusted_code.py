@@ -30,7 +30,7 @@ _ELSEWHERE = "--"
 """Mark of a class in another repository: `owner/name--module.Class`."""
 
 
-ADVICE = "trust_remote_code=true runs this code. Read it first: it gets all of your rights."
+ADVICE = "trust_remote_code=true in a model's section runs this code. Read it first: it gets all of your rights."
 
 
 def is_refused(error: Exception) -> bool:

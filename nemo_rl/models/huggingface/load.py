@@ -193,7 +193,7 @@ def load_model_config(
         # # The configuration is read from the same commit as the weights.
         config = read_config(cached_folder(model_name) or described_source(model_name))
     except (OSError, ValueError) as error:
-        own = f"\n{section}.{ADVICE}" if is_refused(error) else ""
+        own = f"\n{ADVICE}" if is_refused(error) else ""
         raise ConfigError(
             f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "
             f"model id that can be downloaded from here: {error}{own}"

@@ -11,7 +11,8 @@ from hub_server import COMMIT, Hub, use_hub
 from own_model import describe, write_own_model
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.config import PolicyConfig, TokenizerConfig
+from nemo_rl.algorithms.runtime.resume_check import _check_code
+from nemo_rl.config import CheckpointingConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.config.rules.models import check_own_code, trust_models
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -54,7 +55,7 @@ def trust(*policies: PolicyConfig) -> None:
 def test_nothing_runs_by_default(folder, mark):
     trust(policy(folder, trust_remote_code=False))
     for load in (load_model_config, load_causal_lm, lambda name: get_tokenizer(TokenizerConfig(name=name))):
-        with pytest.raises(ConfigError, match=r"policy\.trust_remote_code=true runs this code"):
+        with pytest.raises(ConfigError, match="trust_remote_code=true in a model's section runs this code"):
             load(str(folder))
     assert not mark.exists()
 
@@ -175,3 +176,20 @@ def test_parts_that_run_no_code_are_refused(case):
     values, text = ALLOWED[case]
     found = list(check_own_code([("policy.model_name", "", policy("m", **values))], ClusterConfig.build()))
     assert len(found) == 1 and text in found[0], found
+
+
+def test_a_resumed_run_refuses_changed_code(folder, tmp_path):
+    """Both sides are compared: files of the checkpoint that are gone, and new ones."""
+    model, path = policy(folder), tmp_path / "step_1"
+    trust(model)
+    stored = path / "policy/weights/model"
+    stored.mkdir(parents=True)
+    copy_code(folder, stored)
+    strict, allowing = CheckpointingConfig(), CheckpointingConfig(allow_changed=["policy.trust_remote_code"])
+    _check_code("policy", model, strict, path)
+    (stored / "layers_own.py").write_text("# another version\n")
+    (stored / "older.py").write_text("")
+    with pytest.raises(ConfigError, match=r"written: layers_own\.py, older\.py\. Restore it"):
+        _check_code("policy", model, strict, path)
+    _check_code("policy", model, allowing, path)
+    _check_code("policy", policy(folder, trust_remote_code=False), strict, path)
