@@ -332,7 +332,7 @@ def _in_tree(core: Callable[..., Any], spec: Core, tree: PrefixTree, bound: insp
     """Call a function for the parts of a row whose sequences share tokens."""
     if spec.heads is None:
         return None
-    if core.__name__ == _CONVOLUTION:
+    if spec is CORES[_CONVOLUTION]:
         return convolve(core, bound, spec.inputs[0], spec.axis, bound.arguments["weight"].shape[-1], tree)
     if spec.states is None:
         refuse_shared(core.__name__)
