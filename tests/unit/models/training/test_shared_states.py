@@ -65,7 +65,7 @@ def test_rows_that_share_tokens_equal_rows_alone(model_type: str) -> None:
     given = gradients(model, found)
     least = 1e-3 * max(each.abs().max() for each in expected.values())
     for name, each in expected.items():
-        assert (given[name] - each).abs().max() <= 5e-5 * max(each.abs().max(), least), name
+        assert (given[name] - each).abs().max() <= 2e-4 * max(each.abs().max(), least), name
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear"])
