@@ -83,6 +83,8 @@ class Report:
     """Names of the properties that hold."""
     largest: float = 0.0
     """Largest difference of a log-probability from the reference."""
+    distances: list[tuple[float, float]] = field(default_factory=list)
+    """As in the case."""
 
     def outcome(self, name: str) -> str:
         """Return the text of the table for a property."""
@@ -132,6 +134,7 @@ async def check_all(engine: Engine, case: Case, report: Report, names: Iterable[
             report.failures[name] = str(violation)
             await load(engine, case.model(), 0)
     report.largest = max([report.largest, *case.measured])
+    report.distances = list(case.distances)
     return report
 
 
@@ -184,7 +187,7 @@ def _gathered(pipe: Connection, report: Report, names: Sequence[str], deadline_s
         report.failures |= found.failures
         report.not_promised |= found.not_promised
         report.holding += found.holding
-        report.largest = max(report.largest, found.largest)
+        report.largest, report.distances = max(report.largest, found.largest), found.distances
         limit_s = 2 * deadline_s + _END_S
     return report
 
