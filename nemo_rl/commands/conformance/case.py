@@ -190,7 +190,7 @@ class Case:
             found = torch.as_tensor(np.array(result.logprobs)).double()
             pairs = torch.stack([found, of_reference]).sub(expected).abs().T
             require(bool(pairs.isfinite().all()), f"{what}, {shown(request)}: a log-probability is not finite")
-            self.distances += [(float(engine), float(rounding)) for engine, rounding in pairs]
+            self.distances.extend((float(engine), float(rounding)) for engine, rounding in pairs)
             return
         self.require_close(f"{what}, {shown(request)}", expected, result.logprobs)
 
