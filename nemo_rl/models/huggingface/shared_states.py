@@ -183,7 +183,8 @@ def scan(
     given = bound.arguments
     rows = {name: _followed_by_zeros(given[name], axis) for name in names if isinstance(given.get(name), Tensor)}
     parts = tree.by_depth(next(iter(rows.values())).device)
-    inner, ends, outputs = set(tree.parents), {}, []
+    inner, outputs = set(tree.parents), []
+    ends: dict[int | None, Tensor] = {}
     for batch in parts.batches:
         given.update({name: row[batch.tokens].movedim(1, axis) for name, row in rows.items()})
         parents = [tree.parents[part] for part in batch.parts]
