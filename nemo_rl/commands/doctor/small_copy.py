@@ -73,7 +73,7 @@ def saved_small_copy(base: PolicyConfig, model: PretrainedConfig) -> Iterator["S
                 parameter.mul_(_CALM)
     with tempfile.TemporaryDirectory(prefix="nrl-small-") as folder:
         hf.save_pretrained(folder)
-        copy_code(model.name_or_path, Path(folder))
+        copy_code(str(model.name_or_path), Path(folder))
         _tokenizer(hf.config.get_text_config()).save_pretrained(folder)
         yield SmallCopy(base, hf, folder)
 

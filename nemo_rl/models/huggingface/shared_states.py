@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -199,7 +199,7 @@ def scan(
     return (whole, None) if states.is_pair else whole
 
 
-def refuse_shared(name: str) -> None:
+def refuse_shared(name: str) -> NoReturn:
     """Refuse a function that cannot begin with a state.
 
     Raises:

@@ -365,7 +365,7 @@ class FolderBackend(TrainingBackend):
         if damage:
             raise CheckpointError(f"{weights} is damaged: {'; '.join(damage)}. Export another checkpoint.")
         self.write_model(weights, target, None if dtype is None else torch_dtype(dtype))
-        if not has_tokenizer:
+        if tokenizer_name is not None and not has_tokenizer:
             save_tokenizer(load_tokenizer(tokenizer_name), target)
         logger.info("Exported %s to %s.", source, target)
 

@@ -107,7 +107,7 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
         model = _adapted(source)
         merge_adapters(model)
         nn.Module.to(model, wanted).save_pretrained(target)
-        copy_code(model.config.name_or_path, target)
+        copy_code(str(model.config.name_or_path), target)
         save_tokenizer(load_tokenizer(source.tokenizer), target)
 
     model_folder(source.base)  # download before the wait below, because a download logs its own progress

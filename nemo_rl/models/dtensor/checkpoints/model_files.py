@@ -221,7 +221,7 @@ def _write_weights(
             write_index(folder, file_of, sum(found[0].num_bytes for found in pieces.values()))
             hf.config.architectures = [type(hf).__name__]
             hf.config.save_pretrained(folder)
-            copy_code(hf.config.name_or_path, folder)
+            copy_code(str(hf.config.name_or_path), folder)
             if hf.can_generate() and hf.generation_config is not None:
                 hf.generation_config.save_pretrained(folder)
 
