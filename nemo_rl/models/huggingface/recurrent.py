@@ -181,15 +181,24 @@ class _Borders:
         self.in_whole_model = False
         self._read: Callable[[], Tensor | None] = lambda: None
         self._of_read: SequenceGroups | None = None
+        self._trees = weakref.WeakKeyDictionary[Any, PrefixTree]()
 
     def enter(self, model_inputs: Mapping[str, Any]) -> None:
         """Set the row to that of the arguments of a forward pass. The borders of each row are read only once."""
         row = model_inputs.get(_ROW)
-        self.exchange, self.tree = getattr(row, "exchange", None), getattr(row, "tree", None)
+        self.exchange, self.tree = getattr(row, "exchange", None), self._tree_of(row)
         bounds = model_inputs.get(_BORDERS) if self.exchange is None else self.exchange.cu_seq_lens
         if bounds is not None and self._read() is not bounds:
             self._read, self._of_read = weakref.ref(bounds), SequenceGroups.of(bounds)
         self.groups = None if bounds is None else self._of_read
+
+    def _tree_of(self, row: Any) -> PrefixTree | None:
+        """Return the parts of a row whose sequences share tokens, or None for other rows."""
+        if not hasattr(row, "parents"):
+            return None
+        if row not in self._trees:
+            self._trees[row] = PrefixTree(row.lengths, row.parents)
+        return self._trees[row]
 
 
 _borders = _Borders()

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.models.attention.plan import AttentionPlan, Piece
-from nemo_rl.models.huggingface.shared_states import PrefixTree
 
 
 class SharedPrefixes:
@@ -38,9 +37,7 @@ class SharedPrefixes:
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
-        self.tree = PrefixTree(lengths, parents)
-        """The parts, for recurrent layers."""
-        self._lengths = list(lengths)
+        self.lengths, self.parents = list(lengths), list(parents)
         self._chains: list[list[int]] = []
         for part, parent in enumerate(parents):
             self._chains.append([part] if parent is None else [*self._chains[parent], part])
@@ -61,7 +58,7 @@ class SharedPrefixes:
         return per_head
 
     def _with_prefixes(self, tensor: Tensor) -> Tensor:
-        parts = tensor.split(self._lengths, dim=2)
+        parts = tensor.split(self.lengths, dim=2)
         return torch.cat([parts[part] for chain in self._chains for part in chain], dim=2)
 
 

@@ -79,12 +79,10 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
 ]
 
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "qwen3 experts": partial(make_mixture, "qwen3_moe"),
     "mixtral": partial(make_mixture, "mixtral"),
     "latent attention": partial(make_mixture, "deepseek_v3"),
-    "latent attention, plain rotary": partial(make_mixture, "deepseek_v3", rope_parameters=PLAIN),
     "gpt-oss": partial(make_mixture, "gpt_oss"),
     "qwen2 tied": partial(make_model, "qwen2", True),
     "llama untied": partial(make_model, "llama", False),
