@@ -161,6 +161,7 @@ _LENGTHS = (11, 9)
 _PACKED_LENGTHS = (11, 9, 1, 70)
 """Lengths of packed sequences: two that end within a chunk of a recurrent layer, one token, and more than a chunk."""
 _ALIKE = (0, 5)
+_TWO = _Sequences(_LENGTHS, _ALIKE)
 _SHARED = _Sequences((80, 76, 72, 9), (0, 70, 66, 0))
 """Sequences that share more than a chunk of a recurrent layer, and then fewer tokens than its convolution reads."""
 _STRIDE = 7
@@ -264,7 +265,7 @@ def _verify(
     layout: str,
     lay_out: _LayOut,
     way_out: str = "",
-    sequences: _Sequences = _Sequences(_LENGTHS, _ALIKE),
+    sequences: _Sequences = _TWO,
 ) -> None:
     name, lengths = type(model).__name__, sequences.lengths
     if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
