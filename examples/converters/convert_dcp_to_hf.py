@@ -33,6 +33,7 @@ def export_parser(description: str | None, checkpoint_flag: str) -> argparse.Arg
     parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="new folder for the exported model")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="number format; default: unchanged")
     parser.add_argument("--verify", action="store_true", help="reload and compare log-probabilities")
+    parser.add_argument("--trust-remote-code", action="store_true", help="with --verify, run code in the checkpoint")
     return parser
 
 
@@ -50,6 +51,7 @@ def convert(options: argparse.Namespace, model_name: str | None = None) -> int:
         model_name: model whose tokenizer is used if the checkpoint has none; None uses the configuration's.
     """
     # Imported here so that --help does not wait for torch.
+    from nemo_rl.files.trusted_code import trust_code
     from nemo_rl.models.training.backends import backend_of_checkpoint
 
     backend = backend_of_checkpoint(options.dcp_ckpt_path, options.config)
@@ -60,6 +62,8 @@ def convert(options: argparse.Namespace, model_name: str | None = None) -> int:
     print(f"Exported to {options.hf_ckpt_path}")
     if not options.verify:
         return 0
+    if options.trust_remote_code:
+        trust_code("--trust-remote-code", str(options.hf_ckpt_path))
     check = backend.verify_export(weights, options.hf_ckpt_path)
     print(check)
     return 0 if check.holds_for(options.dtype) else 1

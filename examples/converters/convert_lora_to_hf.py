@@ -25,6 +25,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adapter-only", action="store_true", help="write the adapter in PEFT's format, unmerged")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="number format; default float32")
     parser.add_argument("--verify", action="store_true", help="reload and compare log-probabilities")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code in the folder of the base model")
     options = parser.parse_args(arguments)
     if options.adapter_only and (options.verify or options.dtype):
         parser.error("--adapter-only copies the adapter as it is: leave --dtype and --verify out")
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Export with the options of the command line; return 1 if the export differs from the trained model."""
     # Imported here so that --help does not wait for torch.
+    from nemo_rl.files.trusted_code import trust_code
     from nemo_rl.models.dtensor.checkpoints.lora_export import (
         adapter_source,
         export_adapter,
@@ -48,6 +50,9 @@ def convert(options: argparse.Namespace) -> int:
     )
 
     source = adapter_source(options.adapter_ckpt, options.base_ckpt, options.hf_model_name)
+    if options.trust_remote_code:
+        trust_code("--base-ckpt", source.base)
+        trust_code("--hf-model-name", source.tokenizer)
     if options.adapter_only:
         export_adapter(source, options.hf_ckpt_path)
     else:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-
 from nemo_rl.algorithms.setup.memory_forecast import (
     USABLE_SHARE,
     MemoryForecast,
@@ -42,6 +40,7 @@ from nemo_rl.config import (
 from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS, SHAPES
 from nemo_rl.config.rules.engines import ranks_of_engine, replicas_of_engine
 from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
+from nemo_rl.files.hub_download import cached_file
 from nemo_rl.host.capacity import readable_bytes
 from nemo_rl.launch.checks import CHECKS, Request, RunCheck, check_data
 from nemo_rl.models.capacity.hub_configs import with_local_configs
@@ -130,8 +129,8 @@ def data_lines(config: RunConfig) -> Iterator[str]:
     ]
     for _, _, model in config.model_keys():
         name = model.tokenizer.name
-        if not Path(name).is_dir() and isinstance(file := try_to_load_from_cache(name, TOKENIZER_FILE), str):
-            model.tokenizer.name = str(Path(file).parent)  # whose files are read without a request to the hub
+        if not Path(name).is_dir() and (file := cached_file(name, TOKENIZER_FILE)) is not None:
+            model.tokenizer.name = str(file.parent)  # whose files are read without a request to the hub
     missing += [model.tokenizer.name for *_, model in config.model_keys() if not Path(model.tokenizer.name).is_dir()]
     if missing:
         yield _line("data", f"not read, because {missing[0]} is not on this machine")

@@ -16,7 +16,9 @@ from nemo_rl.data.images.families import image_family
 from nemo_rl.data.images.messages import bind_images, template_content
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.messages.encoding import bind_template_kwargs
+from nemo_rl.files.hub_download import described_source, one_download
 from nemo_rl.files.regular_file import read_text, require_regular_files
+from nemo_rl.files.trusted_code import ADVICE, is_refused, may_run
 from nemo_rl.host.processes import call_in_child
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
@@ -51,7 +53,6 @@ def get_tokenizer(
     tokenizer_config: TokenizerConfig | Mapping[str, Any],
     get_processor: bool = False,
     *,
-    trust_remote_code: bool = False,
     section: str = "policy",
 ) -> TokenizerType:
     """Load the tokenizer and set its chat template and pad token.
@@ -62,7 +63,6 @@ def get_tokenizer(
             `chat_template_kwargs` are passed to every `apply_chat_template` call; a call's own arguments override them.
             A dict is checked and completed with defaults.
         get_processor: Whether the tokenizer reads images, as with `use_processor`.
-        trust_remote_code: Whether to run tokenizer code that comes with the model.
         section: Section of the configuration that names the model, for messages.
 
     Raises:
@@ -70,7 +70,7 @@ def get_tokenizer(
             messages, there is neither a pad nor an end-of-sequence token, or the model's images cannot be read.
     """
     tokenizer_config = TokenizerConfig.of(tokenizer_config)
-    tokenizer = _load(tokenizer_config.name, trust_remote_code, section)
+    tokenizer = _load(tokenizer_config.name, section)
     if get_processor or tokenizer_config.use_processor:
         family = image_family(tokenizer, tokenizer_config.name, tokenizer_config.processor_kwargs, section)
         bind_images(tokenizer, family)
@@ -82,16 +82,33 @@ def get_tokenizer(
     return tokenizer
 
 
-def _load(name: str, trust_remote_code: bool, section: str) -> TokenizerType:
+def load_tokenizer(name: str | Path) -> TokenizerType:
+    """Load a tokenizer as it is in its files. Code of its folder runs only if the configuration says so (`may_run`).
+
+    Args:
+        name: local folder, hub id, or `owner/name@COMMIT`.
+
+    Raises:
+        OSError, ValueError: it cannot be loaded.
+    """
+    source = described_source(str(name))
+    if not may_run(source):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with one_download(Path(source).name):  # transformers copies the code into a folder that processes share
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=True)
+
+
+def _load(name: str, section: str) -> TokenizerType:
     try:
         require_regular_files(name)
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return load_tokenizer(name)
     except (OSError, ValueError) as error:
+        own = f"\n{ADVICE}" if is_refused(error) else ""
         place = "folder" if Path(name).expanduser().is_dir() else "local folder or hub id"
         raise ConfigError(
             f"{section}.tokenizer.name={name!r}: no tokenizer could be loaded from this {place}. "
             f"It needs tokenizer.json, or vocabulary files with tokenizer_config.json. "
-            f"The loader said: {error}"
+            f"The loader said: {error}{own}"
         ) from error
 
 

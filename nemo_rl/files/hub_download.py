@@ -1,18 +1,22 @@
 """Download files of a repository of the Hugging Face hub, with a bar or log lines that show the progress.
 
+A name of a model or tokenizer is a folder, a hub id, or a hub id with a commit: `owner/name@COMMIT` (`pinned`).
+
 `huggingface_hub` does the work: its cache, its locks between processes, its attempts (a broken connection is continued
 where it broke), and its deadlines (`HF_HUB_DOWNLOAD_TIMEOUT` seconds without a byte). Invariant: files of a commit that
 are in the cache cause no request to the hub.
 """
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import DryRunFileInfo, constants, snapshot_download
-from huggingface_hub.errors import DryRunError
+from huggingface_hub import DryRunFileInfo, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import DryRunError, HFValidationError
 from huggingface_hub.utils import WeakFileLock
 from tqdm import tqdm
 
@@ -21,6 +25,46 @@ from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import DownloadError
 
 _MEGABYTE = 10**6
+_PINNED = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@([0-9a-f]{40})")
+DESCRIBING_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Patterns of the files of a hub model with its configuration and tokenizer."""
+_CODE_FILES = ("*.py",)
+SUBFOLDERS = ("*/*",)
+
+
+def pinned(name: str) -> tuple[str, str] | None:
+    """Return hub id and commit of a name `owner/name@COMMIT` with 40 hexadecimal digits, or None for other names."""
+    found = None if Path(name).expanduser().is_dir() else _PINNED.fullmatch(name)
+    return None if found is None else (found[1], found[2])
+
+
+def cached_file(name: str, file: str) -> Path | None:
+    """Return a file of a repository, of the commit in the name or the newest one, if it is in the hub's cache."""
+    repository, commit = pinned(name) or (name, None)
+    try:
+        found = try_to_load_from_cache(repository, file, revision=commit)
+    except HFValidationError:  # the name is a path
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+@lru_cache(maxsize=32)
+def described_source(name: str) -> str:
+    """Return what transformers loads a configuration or tokenizer from.
+
+    For `owner/name@COMMIT`, that is the folder of the commit in the hub's cache, after all of its files except the
+    weights have been downloaded. Every other name is returned unchanged.
+
+    Raises:
+        DownloadError: the files of the commit cannot be downloaded.
+    """
+    found = pinned(name)
+    if found is None:
+        return name
+    repository, commit = found
+    with one_download(repository):
+        patterns = (*DESCRIBING_FILES, *_CODE_FILES)
+        return str(download(repository, patterns, ignored=SUBFOLDERS, revision=commit))
 
 
 def download(
@@ -73,14 +117,14 @@ def download(
 
 @contextmanager
 def one_download(name: str) -> Iterator[None]:
-    """Run a block while no other process that uses the same cache runs it for the same repository.
+    """Run a block while no other process that uses the same cache runs it for the same repository or folder.
 
     The ranks of a machine start at the same time. One of them downloads, and the others then find the files in the
     cache. Without the lock, thousands of ranks would ask the hub within seconds, and the hub limits requests. The wait
     ends when the process that has the lock ends; a worker's start has the deadline `cluster.timeouts.setup_s`.
 
     Args:
-        name: id of the repository.
+        name: id of the repository, or name of the folder.
     """
     lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"nemo_rl--{name.replace('/', '--')}.lock"
     try:

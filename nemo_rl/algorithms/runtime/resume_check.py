@@ -2,7 +2,7 @@
 
 The configuration is compared with the stored one (`config.rules.resume` lists the keys that may change). The number and
 the checksum of the rows of training data are also compared. For each trained model, the checkpoint must have been
-written by the same backend and contain weights and optimizer state.
+written by the same backend and contain weights and optimizer state. Code of a model's folder must not have changed.
 """
 
 import json
@@ -17,6 +17,7 @@ from nemo_rl.config import CheckpointingConfig, MasterConfig, PolicyConfig, Role
 from nemo_rl.config.rules.resume import ChangedKey, changed_keys
 from nemo_rl.files.regular_file import read_text
 from nemo_rl.files.safe_load import load_plain
+from nemo_rl.files.trusted_code import code_files, code_of
 from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
@@ -48,6 +49,8 @@ def check_resume(
     for name, role in trained(models).items():
         _check_backend(name, role.section, path, stored)
     _check_config(config, path, stored)
+    for name, role in trained(models).items():
+        _check_code(name, role.section, config.checkpointing, path)
     position = _check_data(config, path, num_rows, checksum)
     for name in trained(models):
         _check_state(name, config.checkpointing, path, stored)
@@ -115,6 +118,23 @@ def _check_config(config: MasterConfig, path: Path, stored: Mapping[str, Any]) -
         )
     if changed:
         logger.info("Changed since %s, and applied from the next step on:\n%s", path, _listed(changed))
+
+
+def _check_code(name: str, model: PolicyConfig, checkpointing: CheckpointingConfig, path: Path) -> None:
+    """Refuse Python code of the model that differs from that in the checkpoint."""
+    key = f"{name}.trust_remote_code"
+    if not model.trust_remote_code or checkpointing.allows(key):
+        return
+    folder = path / name / "weights" / MODEL_FOLDER
+    before = code_files(folder)
+    now = code_of(model.model_name, model.tokenizer.name)
+    changed = sorted(file for file in before.keys() | now.keys() if before.get(file) != now.get(file))
+    if changed:
+        raise ConfigError(
+            f"the code of {name}.model_name={model.model_name!r} or its tokenizer has changed since {path} was "
+            f"written: {', '.join(changed)}. Restore it (a copy is in {folder}), give this run its own "
+            f"checkpointing.checkpoint_dir, or accept the change with\n  checkpointing.allow_changed=[{key}]"
+        )
 
 
 def _listed(changes: list[ChangedKey]) -> str:

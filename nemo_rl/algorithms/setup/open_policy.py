@@ -14,6 +14,7 @@ import torch
 from nemo_rl.algorithms.setup.packages import check_training_packages
 from nemo_rl.algorithms.setup.roles import make_clusters
 from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path, plan_topology
+from nemo_rl.config.rules.models import trust_models
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
@@ -40,6 +41,7 @@ class OpenPolicy(Policy):
     """
 
     def __init__(self, config: PolicyConfig, cluster: ClusterConfig, seed: int = 0) -> None:
+        trust_models([("model_name", "tokenizer.name", config)])
         tokenizer = get_tokenizer(config.tokenizer)
         check_training_packages(config, cluster)
         training_backend(config).check(config, plan_topology(cluster, config).policy_ranks)

@@ -4,14 +4,16 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.host.boundary import raised_as
 from nemo_rl.models.generation.interfaces import (
     Engine,
@@ -21,6 +23,7 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.load import float32_parameters, load_causal_lm, read_config
 from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
 from nemo_rl.utils.errors import NemoRLError
 
@@ -33,13 +36,24 @@ type Banned = Callable[[list[int]], Sequence[int]]
 @lru_cache(maxsize=4)
 def model_of(folder: str, seed: int) -> PreTrainedModel:
     """Load a checkpoint in float32, with each weight multiplied by a random factor near 1 if the seed is not 0."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_causal_lm(folder)
     use_configured_time_steps(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters() if seed else ():
             parameter.mul_(1 + _SPREAD * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+@lru_cache(maxsize=4)
+def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a copy of a float32 model with weights in a format, except those that stay float32."""
+    copy = deepcopy(model)
+    kept = float32_parameters(copy, dtype)
+    for name, parameter in copy.named_parameters():
+        if name not in kept:
+            parameter.data = parameter.data.to(dtype)
+    return copy
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -132,19 +146,24 @@ class Case:
     kill: Callable[[], None] | None = None
     """Function that ends the process of an engine that computes outside the caller's process. Without this function,
     weights that are not finite are used to break the engine."""
+    dtype: torch.dtype | None = None
+    """Number format of an engine that rounds weights and activations. Log-probabilities are then not compared one by
+    one, because a token may get other experts by rounding, and differ by 1. Their distances are collected."""
     measured: list[float] = field(default_factory=list)
     """Largest difference of each comparison of log-probabilities so far."""
+    distances: list[tuple[float, float]] = field(default_factory=list)
+    """With `dtype`: distance of each log-probability from the reference in float32, of the engine and of the reference
+    in this format."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model."""
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder)
-        return tokenizer
+        return load_tokenizer(self.folder)
 
     @cached_property
     def vocab_size(self) -> int:
         """The number of token ids that the model reads."""
-        size: int = AutoConfig.from_pretrained(self.folder).get_text_config().vocab_size
+        size: int = read_config(self.folder).get_text_config().vocab_size
         return size
 
     @cached_property
@@ -158,13 +177,21 @@ class Case:
         return model_of(self.folder, seed)
 
     def compare(self, what: str, model: PreTrainedModel, request: GenerationRequest, result: GenerationResult) -> None:
-        """Compare log-probabilities with the reference's log-probabilities.
+        """Compare log-probabilities with the reference's log-probabilities, or collect their distances with `dtype`.
 
         Raises:
-            ContractError: the reference gives a token no probability, or another log-probability.
+            ContractError: the reference gives a token no probability, or without `dtype` another log-probability.
         """
         tokens = result.token_ids.tolist()
         expected = logprobs_of(model, request.prompt_token_ids, tokens, request.sampling)
+        if self.dtype is not None:
+            reference = rounded(model, self.dtype)
+            of_reference = logprobs_of(reference, request.prompt_token_ids, tokens, request.sampling)
+            found = torch.as_tensor(np.array(result.logprobs)).double()
+            pairs = torch.stack([found, of_reference]).sub(expected).abs().T
+            require(bool(pairs.isfinite().all()), f"{what}, {shown(request)}: a log-probability is not finite")
+            self.distances.extend((float(engine), float(rounding)) for engine, rounding in pairs)
+            return
         self.require_close(f"{what}, {shown(request)}", expected, result.logprobs)
 
     def require_close(self, what: str, expected: torch.Tensor, found: np.ndarray) -> None:

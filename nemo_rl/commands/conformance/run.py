@@ -33,6 +33,7 @@ from nemo_rl.commands.conformance.properties import (
     update,
     update_in_flight,
 )
+from nemo_rl.files.trusted_code import accept_code, trusted_code
 from nemo_rl.host.boundary import Boundary, raised_as
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
 from nemo_rl.models.generation.registry import engine_kind, make_engine
@@ -82,6 +83,8 @@ class Report:
     """Names of the properties that hold."""
     largest: float = 0.0
     """Largest difference of a log-probability from the reference."""
+    distances: list[tuple[float, float]] = field(default_factory=list)
+    """As in the case."""
 
     def outcome(self, name: str) -> str:
         """Return the text of the table for a property."""
@@ -131,6 +134,7 @@ async def check_all(engine: Engine, case: Case, report: Report, names: Iterable[
             report.failures[name] = str(violation)
             await load(engine, case.model(), 0)
     report.largest = max([report.largest, *case.measured])
+    report.distances = list(case.distances)
     return report
 
 
@@ -148,7 +152,7 @@ def check_engine(settings: EngineSettings, case: Case, names: Sequence[str] = tu
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, settings, case, names), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, settings, case, names, trusted_code()), daemon=True)
     own = engine_kind(settings.backend).environment(settings.device) | settings.env_vars | {"RANK": "0"}
     before = dict(os.environ)
     os.environ.update(own)  # the new process may read these variables while it imports
@@ -183,12 +187,14 @@ def _gathered(pipe: Connection, report: Report, names: Sequence[str], deadline_s
         report.failures |= found.failures
         report.not_promised |= found.not_promised
         report.holding += found.holding
-        report.largest = max(report.largest, found.largest)
+        report.largest, report.distances = max(report.largest, found.largest), found.distances
         limit_s = 2 * deadline_s + _END_S
     return report
 
 
-def _serve(pipe: Connection, settings: EngineSettings, case: Case, names: Sequence[str]) -> None:
+def _serve(pipe: Connection, settings: EngineSettings, case: Case, names: Sequence[str], code: frozenset[str]) -> None:
+    accept_code(code)
+
     async def serve() -> None:
         engine = make_engine(settings)
         for name in names:

@@ -14,6 +14,7 @@ from nemo_rl.commands.doctor.run import run_checks
 from nemo_rl.commands.doctor.runner import as_the_run_says, perform, smallest
 from nemo_rl.config import RunConfig, load_config, report_findings
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
+from nemo_rl.config.rules.models import trust_models
 from nemo_rl.host.terminal import is_terminal
 from nemo_rl.launch.checks import Passed, Request
 from nemo_rl.utils.addresses import cluster_address
@@ -58,6 +59,7 @@ def _configuration(arguments: argparse.Namespace) -> tuple[RunConfig | None, lis
         report_findings(config.findings())
         accepted.append(config)
         report_findings(config.missing_files())
+        trust_models(config.model_keys())
         return Passed(f"{file}, read as one of {algorithm}")
 
     check: Check[None] = Check(CONFIGURATION, lambda _: as_the_run_says(look, "Correct the file or the override."))

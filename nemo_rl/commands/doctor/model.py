@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -24,6 +25,7 @@ from nemo_rl.commands.doctor.small_copy import saved_small_copy
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.loading.load import config_of
+from nemo_rl.config.rules.models import trust_models
 from nemo_rl.models.huggingface.load import load_model_config, require_text_model
 from nemo_rl.models.huggingface.sizes import longest_context
 from nemo_rl.utils.errors import ConfigError
@@ -59,13 +61,13 @@ class Question:
         others = [text for text in overrides if not text.lstrip("+~").startswith("policy.")]
         if others:
             raise ConfigError(f"{others[0]!r}: `doctor --model` takes keys of policy only, such as policy.precision.")
-        length = min(_LENGTH, longest_context(load_model_config(name).get_text_config()) or _LENGTH)
-        given = {
-            "policy": {"model_name": name, "max_total_sequence_length": length, "generation": {"backend": "vllm"}},
-            "cluster": {"device": "cpu"},
-        }
-        config = config_of(given, ALGORITHMS["grpo"], overrides=overrides, check=False)
-        policy = config.policy
+        section: dict[str, Any] = {"model_name": name, "generation": {"backend": "vllm"}}
+        given = {"policy": section, "cluster": {"device": "cpu"}}
+        schema = ALGORITHMS["grpo"]
+        trust_models(config_of(given, schema, overrides=overrides, check=False).model_keys())
+        longest = longest_context(load_model_config(name).get_text_config())
+        section["max_total_sequence_length"] = min(_LENGTH, longest or _LENGTH)
+        policy = config_of(given, schema, overrides=overrides, check=False).policy
         model = load_model_config(policy.model_name, policy.hf_config_overrides)
         require_text_model(model, policy.model_name)
         return cls(policy, model)

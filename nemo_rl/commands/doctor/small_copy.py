@@ -11,6 +11,7 @@ from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from nemo_rl.commands.conformance.run import check_engine
 from nemo_rl.commands.doctor.model_cells import PACKED, PADDED, Cell, TrialResult, measured
 from nemo_rl.config import ClusterConfig, MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.files.trusted_code import copy_code
 from nemo_rl.models.dtensor.build import Found
 from nemo_rl.models.dtensor.proof.children import Failure, answers
 from nemo_rl.models.dtensor.proof.mesh_proof import join_ranks
@@ -31,6 +33,7 @@ from nemo_rl.models.dtensor.proof.numbers import Reference, Task, one_process
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
+from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.megatron.training_backend import MegatronTraining
 from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 
@@ -44,8 +47,11 @@ _PROPERTIES = ("logprobs", "update")
 _MEGATRON_TOLERANCE = 1e-4
 """Largest accepted relative difference of a log-probability, the loss and the norm of the gradient in float32. Without
 the gradients of its routers, the norm of a small DeepSeek-V3 differs by 4e-4."""
-_ENGINE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest accepted difference of a log-probability from transformers in float32, by precision of the engine."""
+_ENGINE_TOLERANCE = 1e-3
+"""Largest accepted difference of a log-probability of an engine in float32 from transformers."""
+_ROUNDING = 2.0
+"""Largest accepted mean distance of an engine in bfloat16 from transformers in float32, as a multiple of that of
+transformers in bfloat16."""
 _CPU = torch.device("cpu")
 
 
@@ -67,6 +73,7 @@ def saved_small_copy(base: PolicyConfig, model: PretrainedConfig) -> Iterator["S
                 parameter.mul_(_CALM)
     with tempfile.TemporaryDirectory(prefix="nrl-small-") as folder:
         hf.save_pretrained(folder)
+        copy_code(str(model.name_or_path), Path(folder))
         _tokenizer(hf.config.get_text_config()).save_pretrained(folder)
         yield SmallCopy(base, hf, folder)
 
@@ -126,11 +133,18 @@ class SmallCopy:
         generation = generation.model_copy(update={"engine": short})
         changed = {"model_name": self.folder, "tokenizer": tokenizer, "generation": generation}
         settings = engine_settings(policy.model_copy(update=changed), cluster, seed=0, load_weights=True)
-        case = Case(self.folder, tolerance=_ENGINE_TOLERANCES[precision], max_model_len=length)
+        dtype = None if precision == "float32" else torch_dtype(precision)
+        case = Case(self.folder, tolerance=_ENGINE_TOLERANCE, max_model_len=length, dtype=dtype)
         report = check_engine(settings, case, _PROPERTIES)
         if report.failures:
             return TrialResult.FAILED, _reason(next(iter(report.failures.values()))), report.largest
-        return TrialResult.RIGHT, precision, report.largest
+        if dtype is None:
+            return TrialResult.RIGHT, precision, report.largest
+        mean, of_rounding = (fmean(distances) for distances in zip(*report.distances, strict=True))
+        if mean > _ROUNDING * of_rounding:
+            told = f"log-probabilities differ by {mean:.3g} on average, and those of transformers by {of_rounding:.3g}"
+            return TrialResult.FAILED, f"{told}, from float32", mean
+        return TrialResult.RIGHT, f"{precision}, on average", mean
 
 
 def _reason(failure: str) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
 from nemo_rl.commands.report.curves import Curves, phases_of
@@ -17,6 +16,7 @@ from nemo_rl.commands.report.images import PageImages
 from nemo_rl.commands.report.run_files import RunFiles
 from nemo_rl.commands.report.run_state import state_of
 from nemo_rl.commands.report.samples import COLUMNS, READ_ERRORS, SampleIndex
+from nemo_rl.files.hub_download import cached_file
 from nemo_rl.host.boundary import Boundary
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,7 @@ def _load(run: RunFiles) -> Tokenizer | None:
     name = (policy.get("tokenizer") or {}).get("name") or policy.get("model_name")
     if not isinstance(name, str):
         return None
-    path: object = Path(name) / _FILE
-    if not Path(name).is_dir():
-        try:
-            path = try_to_load_from_cache(name, _FILE)
-        except ValueError:  # the text is not the name of a model
-            path = None
+    path = Path(name) / _FILE if Path(name).is_dir() else cached_file(name, _FILE)
     with Boundary(Exception) as caught:  # tokenizers raises plain exceptions for missing and damaged files
         return Tokenizer.from_file(str(path))
     logger.info("Tokens are shown as numbers: %s of %s cannot be read (%s).", _FILE, name, caught.take())

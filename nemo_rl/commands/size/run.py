@@ -16,6 +16,7 @@ from nemo_rl.commands.size.search import HEADROOM, Search
 from nemo_rl.config import MasterConfig, load_config, report_findings
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
+from nemo_rl.config.rules.models import trust_models
 from nemo_rl.launch.checks import logs_of_library
 from nemo_rl.utils.errors import ConfigError, did_you_mean
 
@@ -77,6 +78,7 @@ def _read(arguments: argparse.Namespace) -> tuple[MasterConfig, type[Any]]:
         report.check_target(arguments.write, arguments.overrides)
     config = load_config(arguments.config, arguments.overrides, schema=schema, check=False)
     report_findings(config.missing_files())
+    trust_models(config.model_keys())
     return config, schema
 
 

@@ -8,7 +8,7 @@ For a policy that reads images, combinations that are not proven equal to transf
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from string import Formatter
 from typing import Any
 
@@ -21,6 +21,7 @@ from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.judges import JudgeEngineConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
+from nemo_rl.files.trusted_code import trust_code
 from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
@@ -392,6 +393,46 @@ def check_distillation_loss(loss: DistillationLossConfig) -> Findings:
             f"loss_fn.mixed_kl_weight={loss.mixed_kl_weight:g} makes the divergence of loss_fn.kl_type=jensen_shannon "
             "always 0. Set a weight between 0 and 1."
         )
+
+
+type ModelKeys = Iterable[tuple[str, str, PolicyConfig]]
+"""Keys of the names of each model and of its tokenizer, and its section (`RunConfig.model_keys`)."""
+
+
+def check_own_code(models: ModelKeys, cluster: ClusterConfig) -> Findings:
+    """Check that only parts that can run the code of a model's folder get it."""
+    for key, _, model in models:
+        generation, place = model.generation, key.removesuffix(".model_name")
+        if generation is not None and "trust_remote_code" in generation.vllm_kwargs:
+            yield f"vllm_kwargs.trust_remote_code is for the engine alone. Set {place}.trust_remote_code instead."
+        if not model.trust_remote_code:
+            continue
+        name = f"{place}.trust_remote_code=true"
+        if model.megatron_cfg.enabled:
+            yield f"{name}: Megatron Core has layers of its own, and runs no code of a folder. Use {place}.dtensor_cfg."
+        if model.draft.enabled:
+            yield f"{name}: a draft model is trained for models of transformers only. Set {place}.draft.enabled=false."
+        if cluster.rollout_runners:
+            yield f"{name}: runners do not load the code of a tokenizer. Set cluster.rollout_runners=0."
+        if generation is None:
+            continue
+        if generation.backend in ("megatron", "sglang"):
+            yield f"{name} is not proven with {generation.backend} engines. Use vllm or hf."
+        if "model" in (generation.vllm_kwargs.get("speculative_config") or {}):
+            yield f"{name}: vLLM would also run code of the draft model. Remove vllm_kwargs.speculative_config.model."
+
+
+def trust_models(models: ModelKeys) -> None:
+    """Let the code of the models and tokenizers run whose `trust_remote_code` is true.
+
+    Raises:
+        ConfigError: a name is neither a folder nor a commit, or its code is in another repository.
+        DownloadError: the files of a commit cannot be downloaded.
+    """
+    for model_key, tokenizer_key, model in models:
+        if model.trust_remote_code:
+            trust_code(model_key, model.model_name)
+            trust_code(tokenizer_key, model.tokenizer.name)
 
 
 _IMAGE_ARGUMENTS = ("mm_device_do_normalize", "mm_processor_kwargs", "language_model_only", "speculative_config")

@@ -56,10 +56,11 @@ class EvalMasterConfig(RunConfig):
     @cached_property
     def policy(self) -> PolicyConfig:
         """The model as a `policy` section, for code that starts engines, with `generation` null for an endpoint."""
-        own = {"num_prompts_per_step", "model_name", "endpoint"}
+        own = {"num_prompts_per_step", "model_name", "trust_remote_code", "endpoint"}
         sampling: dict[str, Any] = self.generation.model_dump(exclude=own)
         return PolicyConfig.build(
             model_name=self.generation.model_name,
+            trust_remote_code=self.generation.trust_remote_code,
             tokenizer=self.tokenizer.model_dump(),
             precision=self.generation.engine.precision,
             max_total_sequence_length=self.generation.engine.max_model_len,

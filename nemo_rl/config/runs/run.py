@@ -9,6 +9,7 @@ from pydantic import PrivateAttr
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.files import PathKey, check_files
+from nemo_rl.config.rules.models import check_own_code, trust_models
 from nemo_rl.config.rules.topology import Role
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
@@ -94,17 +95,19 @@ class RunConfig(Section):
         raise NotImplementedError
 
     def missing_files(self) -> Findings:
-        """Yield errors of missing files and folders that keys name, if these can only be local."""
-        return check_files(path for path in self.path_keys() if path.place != INHERITED)
+        """Yield errors of missing files and folders that keys name, if these can only be local, and of own code."""
+        files = check_files(path for path in self.path_keys() if path.place != INHERITED)
+        return chain(files, check_own_code(self.model_keys(), self.cluster))
 
     def notes(self) -> Iterator[str]:
         """Yield hints for the user before the run starts. They are not errors."""
         yield from ()
 
     def check(self) -> None:
-        """Check keys against each other, and that the files that they name exist.
+        """Check keys against each other and that the files that they name exist, and trust the code that they name.
 
         Raises:
             ConfigError: a key contradicts another one or names a missing file. The message lists all findings.
         """
         report_findings(chain(self.findings(), self.missing_files()))
+        trust_models(self.model_keys())

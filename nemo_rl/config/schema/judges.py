@@ -52,6 +52,8 @@ class JudgeEngineConfig(Section):
     """Devices of the engines. On GPUs, they are part of the cluster's devices."""
     hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
     """Fields of the Hugging Face model config to change."""
+    trust_remote_code: bool = False
+    """Run the Python code in the folders of judge and tokenizer (see policy.trust_remote_code)."""
     device: Device = derived("${cluster.device}")
     """Device of the judge."""
 
@@ -72,6 +74,7 @@ class JudgeEngineConfig(Section):
             max_total_sequence_length=self.max_model_len,
             train_micro_batch_size=1,
             hf_config_overrides=self.hf_config_overrides,
+            trust_remote_code=self.trust_remote_code,
             optimizer=None,
             generation={**self.generation, "temperature": temperature, "max_new_tokens": max_tokens},
         )
@@ -160,6 +163,8 @@ class RewardModelEnvironmentConfig(Section):
     """The scalar head, which must stay enabled."""
     hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
     """Fields of the Hugging Face model config to change."""
+    trust_remote_code: bool = False
+    """Run the Python code in the folders of reward model and tokenizer (see policy.trust_remote_code)."""
     device: Device = derived("${cluster.device}")
     """Device of the reward model."""
 
@@ -180,6 +185,7 @@ class RewardModelEnvironmentConfig(Section):
             max_total_sequence_length=self.max_model_len,
             train_micro_batch_size=self.batch_size,
             hf_config_overrides=self.hf_config_overrides,
+            trust_remote_code=self.trust_remote_code,
             dtensor_cfg=self.dtensor_cfg.model_dump(),
             reward_model_cfg=self.reward_model_cfg.model_dump(),
             optimizer=None,

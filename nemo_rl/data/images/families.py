@@ -24,6 +24,7 @@ from transformers import AutoConfig, PretrainedConfig
 from nemo_rl.data.images.image import Image
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.model_rows import PositionRule, RowInputs
+from nemo_rl.files.hub_download import described_source
 from nemo_rl.utils.errors import ConfigError, DataError
 
 
@@ -423,7 +424,7 @@ def image_family(
         ConfigError: the model is of no family, a package is missing, or there is no image processor.
     """
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(described_source(name), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{section}.tokenizer.name={name!r} has no configuration of a model, which its images need: {error}"
@@ -440,7 +441,7 @@ def _settings(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoImageProcessor
 
     try:
-        made = AutoImageProcessor.from_pretrained(name, trust_remote_code=False, **overrides)
+        made = AutoImageProcessor.from_pretrained(described_source(name), trust_remote_code=False, **overrides)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{name!r} has no image processor that can be loaded: {error}") from error
     values: dict[str, Any] = json.loads(made.to_json_string())

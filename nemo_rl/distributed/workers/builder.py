@@ -17,6 +17,7 @@ from nemo_rl.config import VenvConfig
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.distributed.workers.process import AsyncWorkerHost, WorkerHost
 from nemo_rl.distributed.workers.results import WorkerSlot
+from nemo_rl.files.trusted_code import trusted_code
 from nemo_rl.optimizations.fork_server import needs_own_start, server_socket
 
 # # Variables with these prefixes are read at the start of a process, so the worker cannot set them. If one is given,
@@ -121,8 +122,8 @@ class RayWorkerBuilder:
         return self._actor_class
 
     def put_arguments(self) -> ray.ObjectRef:
-        """Store the constructor's arguments for `build_in`, once for all workers."""
-        return ray.put((self.args, self.kwargs))
+        """Store the constructor's arguments and the code that may run for `build_in`, once for all workers."""
+        return ray.put((self.args, self.kwargs, trusted_code()))
 
     def build_in(
         self, slot: WorkerSlot, arguments: ray.ObjectRef, meeting_point: ray.ObjectRef | None

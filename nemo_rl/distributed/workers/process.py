@@ -32,6 +32,7 @@ from nemo_rl.distributed.workers.start_phases import (
     start_phase,
     taken_phases,
 )
+from nemo_rl.files.trusted_code import accept_code
 from nemo_rl.optimizations.fork_server import adopt
 from nemo_rl.utils.imports import import_dotted
 
@@ -126,7 +127,7 @@ class WorkerHost:
     def build(
         self,
         class_fqn: str,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        arguments: tuple[tuple[Any, ...], dict[str, Any], frozenset[str]],
         meeting_point: tuple[str, int] | None,
     ) -> dict[str, float]:
         """Import `pkg.module.Class` and construct the worker object, which finds its peers at `meeting_point`.
@@ -135,7 +136,8 @@ class WorkerHost:
             Seconds of the phases of its start (`start_phases`).
         """
         add_phase(ARGUMENTS, time.monotonic() - self._hosted_at)
-        args, kwargs = arguments
+        args, kwargs, code = arguments
+        accept_code(code)
         if meeting_point is not None:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting_point[0], str(meeting_point[1])
         with start_phase(IMPORTS):

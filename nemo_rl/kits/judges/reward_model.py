@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import AutoConfig
 
 from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.kits.judges.scoring_ranks import ConversationTokens, JoinedPasses, ScoringRanks
 from nemo_rl.models.huggingface.comparison import is_classifier
+from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _tokenizer_of_classifier(config: RewardModelEnvironmentConfig) -> "Tokenizer
 
 def _require_classifier(model_name: str) -> None:
     """Refuse a model without a trained head for scores. A language model would get a random head."""
-    config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+    config = load_model_config(model_name, section="env.reward_model")
     if not is_classifier(config):
         raise ConfigError(
             f"env.reward_model: {model_name} is {' '.join(config.architectures or ['no known model'])}, not a sequence "

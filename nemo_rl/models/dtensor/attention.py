@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -147,11 +147,23 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
 """Function from a model and its inputs to the `[b, T, ...]` outputs that are compared."""
 
+
+class _Sequences(NamedTuple):
+    """Sequences with which an architecture is tested."""
+
+    lengths: tuple[int, ...]
+    """Number of tokens of each sequence."""
+    alike: tuple[int, ...] = ()
+    """Number of tokens at the start of each sequence that equal those of the one before it."""
+
+
 _LENGTHS = (11, 9)
 _PACKED_LENGTHS = (11, 9, 1, 70)
 """Lengths of packed sequences: two that end within a chunk of a recurrent layer, one token, and more than a chunk."""
-_ALIKE = 5
-"""Number of equal tokens at the start of both sequences."""
+_ALIKE = (0, 5)
+_TWO = _Sequences(_LENGTHS, _ALIKE)
+_SHARED = _Sequences((80, 76, 72, 9), (0, 70, 66, 0))
+"""Sequences that share more than a chunk of a recurrent layer, and then fewer tokens than its convolution reads."""
 _STRIDE = 7
 _WINDOW = 4
 _WITHOUT_DIVISION = "Set policy.dtensor_cfg.context_parallel_size=1 for this model."
@@ -209,7 +221,7 @@ def verify_packing(model: PreTrainedModel, forward: Forward = logits) -> None:
     Raises:
         ConfigError: the packed outputs differ, or the model's forward does not accept the arguments.
     """
-    _verify(model, forward, "packed", _packed, WITHOUT_PACKING, _PACKED_LENGTHS)
+    _verify(model, forward, "packed", _packed, WITHOUT_PACKING, _Sequences(_PACKED_LENGTHS, _ALIKE))
 
 
 def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
@@ -239,7 +251,7 @@ def verify_shared_prompts(model: PreTrainedModel, forward: Forward = logits) -> 
     Raises:
         ConfigError: the outputs differ, or the model's forward does not accept the arguments.
     """
-    _verify(model, forward, "shared", _shared)
+    _verify(model, forward, "shared", _shared, sequences=_SHARED)
 
 
 type _LayOut = Callable[[list[Tensor]], tuple[dict[str, Any], Callable[[Tensor], Tensor]]]
@@ -253,15 +265,16 @@ def _verify(
     layout: str,
     lay_out: _LayOut,
     way_out: str = "",
-    lengths: Sequence[int] = _LENGTHS,
+    sequences: _Sequences = _TWO,
 ) -> None:
-    name = type(model).__name__
+    name, lengths = type(model).__name__, sequences.lengths
     if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
         raise ConfigError(f"{name} uses chunked attention, which the registered attention does not support. {way_out}")
     device = next(model.parameters()).device
     tokens = (torch.arange(sum(lengths), device=device) * 7 + 3) % model.config.get_text_config().vocab_size
-    tokens[lengths[0] :][:_ALIKE] = tokens[:_ALIKE]
     segments = list(tokens.split(list(lengths)))
+    for number, equal in enumerate(sequences.alike):
+        segments[number][:equal] = segments[number - 1][:equal]
     was_training = model.training
     model.eval()
     try:
@@ -315,11 +328,12 @@ def _shuffled(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor]
 
 def _shared(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
     ids = nn.utils.rnn.pad_sequence(segments, batch_first=True)
-    layout = share_prefixes(ids.cpu(), _LENGTHS, Prefixes([0, 1], [0, _ALIKE]), round_to=1)
+    rows, lengths = range(len(segments)), _SHARED.lengths
+    layout = share_prefixes(ids.cpu(), lengths, Prefixes(list(rows), list(_SHARED.alike)), round_to=1)
     model_inputs = {k: v.to(ids.device) if isinstance(v, Tensor) else v for k, v in layout.model_inputs.items()}
-    rows = torch.arange(2).repeat_interleave(torch.tensor(_LENGTHS))
-    columns = torch.cat([torch.arange(length) for length in _LENGTHS])
-    places = layout.places(rows, columns).to(ids.device)
+    row_of_token = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
+    columns = torch.cat([torch.arange(length) for length in lengths])
+    places = layout.places(row_of_token, columns).to(ids.device)
     return model_inputs, lambda output: output[0][places]
 
 

@@ -15,13 +15,14 @@ from transformers import DynamicCache
 
 from nemo_rl.data.images.rows import require_images
 from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has_position_rule, position_ids
+from nemo_rl.files.trusted_code import may_run
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
 from nemo_rl.models.generation.rows import RowsEngine
 from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
-from nemo_rl.models.huggingface.load import auto_class, hold_in_float32, load_model_config
+from nemo_rl.models.huggingface.load import auto_class, files_of, hold_in_float32, load_model_config
 from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, require_finite
@@ -104,10 +105,11 @@ class HfEngine(BatchedEngine):
     def __init__(self, settings: EngineSettings):
         self._device = torch.device(settings.device)
         kind: Any = auto_class(load_model_config(settings.model_name))
+        files = files_of(settings.model_name)
         model: Any = kind.from_pretrained(
-            settings.model_name,
+            files,
             dtype=getattr(torch, settings.precision),
-            trust_remote_code=False,
+            trust_remote_code=may_run(files),
             **settings.hf_overrides,
         )
         hold_in_float32(model, model.dtype)

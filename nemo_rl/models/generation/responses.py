@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from nemo_rl.files.hub_download import described_source
 from nemo_rl.models.generation.interfaces import (
     FinishReason,
     GenerationRequest,
@@ -53,7 +54,7 @@ def stop_token_ids(
         ConfigError: The model cannot be found.
     """
     try:
-        generation = GenerationConfig.from_pretrained(model_name)
+        generation = GenerationConfig.from_pretrained(described_source(model_name))
     except OSError:
         generation = GenerationConfig.from_model_config(load_model_config(model_name, config_overrides))
     of_model = generation.eos_token_id

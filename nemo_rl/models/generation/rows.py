@@ -12,8 +12,9 @@ from typing import Any, override
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p
 from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.responses import sampled_text
@@ -115,7 +116,7 @@ class RowsEngine(SteppedEngine):
         super().__init__()
         self._max_model_len, self._vocab_size = settings.max_model_len, vocab_size
         self._media_tokens = settings.media_tokens
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name, trust_remote_code=False)
+        self._tokenizer = load_tokenizer(settings.tokenizer_name)
         self._waiting: list[Row] = []
         self._active: list[Row] = []
 

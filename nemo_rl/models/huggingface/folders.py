@@ -21,6 +21,7 @@ from nemo_rl.config.schema.model.parallel import AdapterConfig
 from nemo_rl.data.images.messages import images_of
 from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.files.regular_file import read_text
+from nemo_rl.files.trusted_code import copy_code
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.huggingface.load import stays_float32_in_files
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, model_folder, write_file
@@ -45,6 +46,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     Transformers and vLLM load the folder as they load the folder of the tokenizer.
     """
     tokenizer.save_pretrained(str(folder))
+    copy_code(str(tokenizer.name_or_path), folder)
     if images_of(tokenizer) is not None:
         source = model_folder(str(tokenizer.name_or_path))
         for name in PROCESSOR_FILES:

@@ -18,10 +18,13 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from nemo_rl.data.images.families import FAMILIES
 from nemo_rl.distributed.parallel_logprobs import initial_head
+from nemo_rl.files.hub_download import described_source, one_download
 from nemo_rl.files.regular_file import require_regular_files
+from nemo_rl.files.trusted_code import ADVICE, is_refused, may_run
 from nemo_rl.models.huggingface.tensor_files import cached_folder, model_folder
 from nemo_rl.utils.errors import ConfigError
 
@@ -77,12 +80,13 @@ def load_causal_lm(
         ConfigError: the model has no configuration, does not accept an attention function, or an override names no
             field of its configuration.
     """
-    files = _files_of(model_name)  # first, so that one rank per machine contacts the hub
+    files = files_of(model_name)  # first, so that one rank per machine contacts the hub
     config = load_model_config(model_name, config_overrides)
     require_text_model(config, model_name)
     kind = auto_class(config)
     attention = attention_choice(config, attn_implementation, kind)
-    model = kind.from_pretrained(files, config=config, dtype=torch.float32, trust_remote_code=False, **attention)
+    trusted = may_run(files)
+    model = kind.from_pretrained(files, config=config, dtype=torch.float32, trust_remote_code=trusted, **attention)
     return model.eval()
 
 
@@ -117,7 +121,7 @@ def load_scoring_model(
     """
     from transformers import AutoModelForSequenceClassification
 
-    files = _files_of(model_name)
+    files = files_of(model_name)
     config = load_model_config(model_name, config_overrides)
     config.num_labels = 1
     attention = attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
@@ -129,7 +133,7 @@ def load_scoring_model(
                 config=config,
                 dtype=torch.float32,
                 output_loading_info=True,
-                trust_remote_code=False,
+                trust_remote_code=may_run(files),
                 **attention,
             )
     except ValueError as error:
@@ -186,13 +190,13 @@ def load_model_config(
     """
     try:
         require_regular_files(model_name)
-        # # The configuration is read from the same commit as the weights. Without trust_remote_code=False, transformers
-        # would ask on a terminal whether to run code of the folder.
-        config = _read_config(cached_folder(model_name) or model_name)
+        # # The configuration is read from the same commit as the weights.
+        config = read_config(cached_folder(model_name) or described_source(model_name))
     except (OSError, ValueError) as error:
+        own = f"\n{ADVICE}" if is_refused(error) else ""
         raise ConfigError(
             f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "
-            f"model id that can be downloaded from here: {error}"
+            f"model id that can be downloaded from here: {error}{own}"
         ) from error
     for key, value in (overrides or {}).items():
         if not hasattr(config, key):
@@ -208,13 +212,47 @@ _SAME_LAYERS = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` without a class in transformers, with the type that has the same layers and fields."""
 
 
-def _read_config(files: str | Path) -> PretrainedConfig:
+def read_config(files: str | Path) -> PretrainedConfig:
+    """Read the configuration of a model. If its folder has code that may run (`may_run`), load its classes.
+
+    Args:
+        files: local folder, or hub id.
+
+    Raises:
+        OSError, ValueError: there is no configuration, or its type is known neither to transformers nor by its folder.
+        ConfigError: the classes of the folder cannot be used.
+    """
+    if may_run(files):
+        with one_download(Path(files).name):  # transformers copies the code into a folder that processes share
+            return _with_own_classes(str(files))
     written, _ = PretrainedConfig.get_config_dict(files)
     known = _SAME_LAYERS.get(written.get("model_type", ""))
     if known is None:
+        # # Without trust_remote_code=False, transformers would ask on a terminal whether to run code of the folder.
         return AutoConfig.from_pretrained(files, trust_remote_code=False)
     fields = {name: value for name, value in written.items() if name not in ("model_type", "auto_map")}
     return AutoConfig.for_model(known, **fields)
+
+
+def _with_own_classes(folder: str) -> PretrainedConfig:
+    """Read a configuration whose classes are in its folder, and register them, so that `from_config` finds them."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    for name, reference in (getattr(config, "auto_map", None) or {}).items():
+        kind: Any = getattr(transformers, name, None)
+        if not name.startswith("AutoModel") or kind is None:
+            continue
+        if type(config).__module__.startswith("transformers."):
+            raise ConfigError(
+                f"{folder}: auto_map has {name}, but the configuration is the {type(config).__name__} of transformers. "
+                "Its code would replace that of every model of this type. Add a configuration class with a model_type "
+                "of its own, or remove auto_map."
+            )
+        try:
+            own = get_class_from_dynamic_module(reference, folder)
+            kind.register(type(config), own, exist_ok=True)
+        except (ImportError, OSError, AttributeError, ValueError, SyntaxError) as error:
+            raise ConfigError(f"{folder}: the class {reference} of {name} cannot be loaded: {error}") from error
+    return config
 
 
 def reads_more_than_text(config: PretrainedConfig) -> bool:
@@ -240,8 +278,12 @@ def require_text_model(config: PretrainedConfig, model_name: str, section: str =
         )
 
 
-def _files_of(model_name: str) -> str:
-    """Return the folder of a model's files, downloaded if necessary, or the hub id if it has no safetensors files."""
+def files_of(model_name: str) -> str:
+    """Return the folder of a model's files, downloaded if necessary, or the hub id if it has no safetensors files.
+
+    Raises:
+        DownloadError: the model is not a folder and cannot be downloaded.
+    """
     folder = model_folder(model_name)
     has_weights = folder == Path(model_name).expanduser() or cached_folder(model_name) == folder
     return str(folder) if has_weights else model_name

@@ -13,6 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidat
 from huggingface_hub.utils import validate_repo_id
 
 from nemo_rl.config.base.paths import library_model_hint
+from nemo_rl.files.hub_download import pinned
 from nemo_rl.utils.errors import ConfigError
 
 TIMEOUT_VARIABLE = "NRL_HUB_PROBE_S"
@@ -40,22 +41,24 @@ def check_reachable(key: str, name: str, file: str = MODEL_FILE) -> None:
         if file == MODEL_FILE and not (folder / file).is_file():
             raise ConfigError(f"{given} is a folder without {file}, so it holds no model.")
         return
+    repository, commit = pinned(name) or (name, None)
     try:
-        validate_repo_id(name)
+        validate_repo_id(repository)
     except HFValidationError:
         raise ConfigError(
-            f"{given} is neither an existing folder nor a hub id such as owner/name.{library_model_hint(name)}"
+            f"{given} is neither an existing folder nor a hub id such as owner/name or owner/name@COMMIT, with the 40 "
+            f"digits of a commit.{library_model_hint(name)}"
         ) from None
-    if try_to_load_from_cache(name, file) is not None:
+    if try_to_load_from_cache(repository, file, revision=commit) is not None:
         return
-    trouble = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _ask_hub(name, file)
+    trouble = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _ask_hub(repository, file, commit)
     if trouble is not None:
         raise ConfigError(
             f"{given} is not a folder and not in the cache of the hub, and {trouble}.{library_model_hint(name)}"
         )
 
 
-def _ask_hub(name: str, file: str) -> str | None:
+def _ask_hub(name: str, file: str, commit: str | None) -> str | None:
     """Return the reason why a file of a repository cannot be downloaded, or None if it can."""
     seconds = float(os.environ.get(TIMEOUT_VARIABLE, _TIMEOUT_S))
     answer = [f"the hub at {constants.ENDPOINT} gave no answer in {seconds:g} s ({TIMEOUT_VARIABLE})"]
@@ -63,7 +66,7 @@ def _ask_hub(name: str, file: str) -> str | None:
 
     def ask() -> None:
         try:
-            get_hf_file_metadata(hf_hub_url(name, file), timeout=seconds)
+            get_hf_file_metadata(hf_hub_url(name, file, revision=commit), timeout=seconds)
         except EntryNotFoundError:
             answer[:] = [f"its repository has no {file}"] if file == MODEL_FILE else []
         except GatedRepoError:

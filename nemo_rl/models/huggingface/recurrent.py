@@ -8,7 +8,8 @@ and gates still compute the whole row.
     body(cu_seq_lens_q) ─► borders ─► causal_conv1d_fn, mamba2_chunk_scan, ... : one padded batch of sequences
 
 These functions are causal, so padding after a sequence does not change its outputs. Invariant: a packed sequence gets
-the outputs that it gets in a row of its own, and rows that are not packed are computed as before.
+the outputs that it gets in a row of its own, and rows that are not packed are computed as before. A row whose sequences
+share tokens is computed by `shared_states`.
 
 The functions also treat each head (or channel) separately. If ranks divide the tokens of a row (context parallelism),
 they exchange tokens for heads around each function, so that a rank computes all tokens of the row for some heads:
@@ -37,6 +38,14 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.huggingface.layers import body, decoder_layers
+from nemo_rl.models.huggingface.shared_states import (
+    PrefixTree,
+    StateNames,
+    convolve,
+    of_similar_lengths,
+    refuse_shared,
+    scan,
+)
 from nemo_rl.utils.errors import ConfigError
 
 _BORDERS, _ROW = "cu_seq_lens_q", "divided_row"
@@ -51,9 +60,6 @@ _STATE_SIZES = (
 )
 """Fields of configurations of models with recurrent layers."""
 _MARK = "nemo_rl_respects_borders"
-_SHARE, _PADDING = 4, 64
-"""A sequence joins a group if it is at most a quarter, or 64 tokens, shorter than the longest sequence of the group.
-Most functions compute chunks of 64 tokens."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,8 @@ class Core:
     """Names of the arguments without tokens that have one entry for each head or channel."""
     axis_of_output: int | None = None
     """Axis of the tokens in the output. If None, that of the arguments."""
+    states: StateNames | None = None
+    """Arguments for states at the start and the end. None if the function has none."""
 
 
 class RowExchange(Protocol):
@@ -96,14 +104,23 @@ class RowExchange(Protocol):
         """Return the entries `[H / ranks, ...]` of this rank's heads."""
 
 
-_DELTA = Core(("query", "key", "value", "g", "beta"), 1, 2)
+_DELTA = Core(
+    ("query", "key", "value", "g", "beta"), 1, 2, states=StateNames("initial_state", "output_final_state", is_pair=True)
+)
+_CONVOLUTION = "causal_conv1d_fn"
 CORES = {
-    "causal_conv1d_fn": Core(("hidden_states",), -1, 1, per_head=("weight", "bias")),
+    _CONVOLUTION: Core(("hidden_states",), -1, 1, per_head=("weight", "bias")),
     "mamba_selective_scan": Core(
         ("hidden_states", "dt", "B", "C", "z"), -1, 1, of_all_heads=("B", "C"), per_head=("A", "D", "delta_bias")
     ),
     "mamba_inner_fn": Core(("xz",), -1, axis_of_output=1),
-    "mamba2_chunk_scan": Core(("hidden_states", "dt", "B", "C"), 1, 2, per_head=("A", "D", "dt_bias")),
+    "mamba2_chunk_scan": Core(
+        ("hidden_states", "dt", "B", "C"),
+        1,
+        2,
+        per_head=("A", "D", "dt_bias"),
+        states=StateNames("initial_states", "return_final_states", is_pair=False),
+    ),
     "mamba2_split_conv1d_scan_combined": Core(("zxbcdt",), 1),
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
@@ -124,17 +141,11 @@ class SequenceGroups:
     def of(cls, cu_seq_lens: Tensor) -> "SequenceGroups | None":
         """Group the sequences between the borders `[S + 1]` int32. None if there is only one sequence."""
         bounds = cu_seq_lens.tolist()
-        spans = sorted(pairwise(bounds), key=lambda span: (span[0] - span[1], span[0]))
+        spans, total = list(pairwise(bounds)), bounds[-1]
         if len(spans) == 1:
             return None
-        total, tokens, batch = bounds[-1], [], [spans[0]]
-        for span in spans[1:]:
-            longest = batch[0][1] - batch[0][0]
-            if longest - (span[1] - span[0]) > max(longest // _SHARE, _PADDING):
-                tokens.append(_index(batch, total))
-                batch = []
-            batch.append(span)
-        tokens.append(_index(batch, total))
+        groups = of_similar_lengths([stop - start for start, stop in spans])
+        tokens = [_index([spans[number] for number in group], total) for group in groups]
         flat = torch.cat([index.flatten() for index in tokens])
         order = torch.empty(total + 1, dtype=torch.int64).scatter_(0, flat, torch.arange(len(flat)))[:total]
         device = cu_seq_lens.device
@@ -166,17 +177,28 @@ class _Borders:
     def __init__(self) -> None:
         self.groups: SequenceGroups | None = None
         self.exchange: RowExchange | None = None
+        self.tree: PrefixTree | None = None
         self.in_whole_model = False
         self._read: Callable[[], Tensor | None] = lambda: None
         self._of_read: SequenceGroups | None = None
+        self._trees = weakref.WeakKeyDictionary[Any, PrefixTree]()
 
     def enter(self, model_inputs: Mapping[str, Any]) -> None:
         """Set the row to that of the arguments of a forward pass. The borders of each row are read only once."""
-        self.exchange = getattr(model_inputs.get(_ROW), "exchange", None)
+        row = model_inputs.get(_ROW)
+        self.exchange, self.tree = getattr(row, "exchange", None), self._tree_of(row)
         bounds = model_inputs.get(_BORDERS) if self.exchange is None else self.exchange.cu_seq_lens
         if bounds is not None and self._read() is not bounds:
             self._read, self._of_read = weakref.ref(bounds), SequenceGroups.of(bounds)
         self.groups = None if bounds is None else self._of_read
+
+    def _tree_of(self, row: Any) -> PrefixTree | None:
+        """Return the parts of a row whose sequences share tokens, or None for other rows."""
+        if not hasattr(row, "parents"):
+            return None
+        if row not in self._trees:
+            self._trees[row] = PrefixTree(row.lengths, row.parents)
+        return self._trees[row]
 
 
 _borders = _Borders()
@@ -295,6 +317,8 @@ def _by_sequence(core: Callable[..., Any], spec: Core) -> Callable[..., Any]:
     @torch.compiler.disable
     def by_sequence(*args: Any, **kwargs: Any) -> Any:
         groups, exchange = _borders.groups, _borders.exchange
+        if _borders.tree is not None:
+            return _in_tree(core, spec, _borders.tree, signature.bind(*args, **kwargs))
         if groups is None and exchange is None:
             return core(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -311,6 +335,17 @@ def _by_sequence(core: Callable[..., Any], spec: Core) -> Callable[..., Any]:
 
     setattr(by_sequence, _MARK, True)
     return by_sequence
+
+
+def _in_tree(core: Callable[..., Any], spec: Core, tree: PrefixTree, bound: inspect.BoundArguments) -> Any:
+    """Call a function for the parts of a row whose sequences share tokens."""
+    if spec.heads is None:
+        return None
+    if spec is CORES[_CONVOLUTION]:
+        return convolve(core, bound, spec.inputs[0], spec.axis, bound.arguments["weight"].shape[-1], tree)
+    if spec.states is None:
+        refuse_shared(core.__name__)
+    return scan(core, bound, spec.inputs, spec.axis, spec.states, tree)
 
 
 def _in_groups(core: Callable[..., Any], spec: Core, groups: SequenceGroups, bound: inspect.BoundArguments) -> Any:

@@ -27,9 +27,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
+from nemo_rl.files.hub_download import cached_file
 from nemo_rl.files.regular_file import open_regular
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
 from nemo_rl.models.huggingface.layers import decoder_layers
@@ -69,18 +69,18 @@ def count_parameters(model_name: str) -> int | None:
     """
     folder = Path(model_name)
     if not folder.is_dir():
-        cached = try_to_load_from_cache(model_name, "config.json")
-        if not isinstance(cached, str):
+        cached = cached_file(model_name, "config.json")
+        if cached is None:
             return None
-        folder = Path(cached).parent
+        folder = cached.parent
     try:
         counts = [_elements(path) for path in folder.glob(TENSOR_FILES)]
     except (OSError, ValueError, KeyError, struct.error):
         return None
     if not counts and (folder / "config.json").is_file():
-        from transformers import AutoConfig
+        from nemo_rl.models.huggingface.load import read_config
 
-        return parameters_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        return parameters_of(read_config(folder))
     return sum(counts) or None
 
 

@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
-from nemo_rl.files.hub_download import download, one_download
+from nemo_rl.files.hub_download import (
+    DESCRIBING_FILES,
+    SUBFOLDERS,
+    cached_file,
+    described_source,
+    download,
+    one_download,
+    pinned,
+)
 from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.addresses import cluster_address
@@ -42,9 +48,6 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 """Names of dtypes in the headers of safetensors files."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALIGNMENT = 8
-_DESCRIBING_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Patterns of the files of a hub model with its configuration and tokenizer."""
-_SUBFOLDERS = ("*/*",)
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 MAX_FILE_BYTES = 5 * 1024**3
@@ -150,25 +153,28 @@ def model_folder(model_name: str) -> Path:
     cached = cached_folder(model_name)
     if cached is not None:
         return cached
-    with one_download(model_name):
+    repository, commit = pinned(model_name) or (model_name, None)
+    if commit is not None:
+        described_source(model_name)  # with the model's own code
+    with one_download(repository):
         cached = cached_folder(model_name)  # another process may have downloaded it since
         if cached is not None:
             return cached
-        folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
+        folder = download(repository, DESCRIBING_FILES, ignored=SUBFOLDERS, revision=commit)
         names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
         # # The folder has the name of the commit, and the weights must be from the same commit.
-        return download(model_name, sorted(names), revision=folder.name)
+        return download(repository, sorted(names), revision=folder.name)
 
 
 def cached_folder(hub_id: str) -> Path | None:
-    """Return the cache folder of a hub model, or None if configuration, tokenizer or weights are not cached."""
-    try:
-        found = [try_to_load_from_cache(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME)]
-    except HFValidationError:  # the name is a path
+    """Return the cache folder of a hub model, with or without a commit in its name, or None.
+
+    The result is None if configuration, tokenizer or weights are not in the cache.
+    """
+    tokenizer, config = (cached_file(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME))
+    if tokenizer is None or config is None:
         return None
-    if not all(isinstance(file, str) for file in found):
-        return None
-    folder = Path(str(found[-1])).parent
+    folder = config.parent
     try:
         weight_files(folder)
     except CheckpointError:

@@ -24,6 +24,7 @@ from nemo_rl.config import CheckpointingConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.files.manifest import find_damage
 from nemo_rl.files.regular_file import read_text
+from nemo_rl.files.trusted_code import may_run
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token, microbatch_tokens
@@ -350,8 +351,7 @@ class FolderBackend(TrainingBackend):
                 the weights do not fit the configuration in their folder.
             ConfigError: the dtype is unknown.
         """
-        from transformers import AutoTokenizer
-
+        from nemo_rl.data.tokenizer import load_tokenizer
         from nemo_rl.models.huggingface.load import torch_dtype
 
         require_empty(target)
@@ -365,8 +365,8 @@ class FolderBackend(TrainingBackend):
         if damage:
             raise CheckpointError(f"{weights} is damaged: {'; '.join(damage)}. Export another checkpoint.")
         self.write_model(weights, target, None if dtype is None else torch_dtype(dtype))
-        if not has_tokenizer:
-            AutoTokenizer.from_pretrained(tokenizer_name, trust_remote_code=False).save_pretrained(target)
+        if tokenizer_name is not None and not has_tokenizer:
+            save_tokenizer(load_tokenizer(tokenizer_name), target)
         logger.info("Exported %s to %s.", source, target)
 
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
@@ -378,18 +378,20 @@ class FolderBackend(TrainingBackend):
         Raises:
             CheckpointError: the weights do not fit the model.
         """
-        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
 
+        from nemo_rl.data.tokenizer import load_tokenizer
         from nemo_rl.models.huggingface.comparison import compare_models, is_classifier
-        from nemo_rl.models.huggingface.load import auto_class
+        from nemo_rl.models.huggingface.load import auto_class, read_config
 
         def check() -> "ExportCheck":
-            config = AutoConfig.from_pretrained(self.described_folder(weights), trust_remote_code=False)
+            config = read_config(self.described_folder(weights))
             kind = AutoModelForSequenceClassification if is_classifier(config) else auto_class(config)
             trained = kind.from_config(config, dtype=torch.float32).eval()
             self.read_into(trained, weights)
-            exported = kind.from_pretrained(target, dtype=torch.float32).eval()
-            return compare_models(trained, exported, AutoTokenizer.from_pretrained(target, trust_remote_code=False))
+            trusted = may_run(target)
+            exported = kind.from_pretrained(target, dtype=torch.float32, trust_remote_code=trusted).eval()
+            return compare_models(trained, exported, load_tokenizer(target))
 
         with StillWaiting(f"the comparison of {target}", "it is running") as progress:
             return progress.during(check)

@@ -5,12 +5,13 @@
     row 2: p d            shared:  p, a, b, c, d, e
     row 3: e
 
-All operations except attention treat tokens one by one, and a token's hidden state depends only on the tokens before
-it. So the samples of a group need their prompt only once, and the branches of a session their common answers: 16
-answers as long as their prompt take 17 parts instead of 32. Only attention needs whole rows: the keys of each part
-follow the keys of all parts before it. A shared token is scored once, and each of its rows gets the score, so that the
-loss of each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows except for
-the last digits, because sums have another order. `data.common_prefixes` finds the tokens that rows share.
+All operations except attention and recurrent layers treat tokens one by one, and a token's hidden state depends only on
+the tokens before it. So the samples of a group need their prompt only once, and the branches of a session their common
+answers: 16 answers as long as their prompt take 17 parts instead of 32. In attention, the keys of each part follow the
+keys of all parts before it. Recurrent layers begin a part with the state after the part before it
+(`huggingface.shared_states`). A shared token is scored once, and each of its rows gets the score, so that the loss of
+each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows except for the
+last digits, because sums have another order. `data.common_prefixes` finds the tokens that rows share.
 
 Source: Prefix Grouper (Liu et al. 2025, arXiv:2506.05433), here extended to trees.
 """
@@ -36,7 +37,7 @@ class SharedPrefixes:
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
-        self._lengths = list(lengths)
+        self.lengths, self.parents = list(lengths), list(parents)
         self._chains: list[list[int]] = []
         for part, parent in enumerate(parents):
             self._chains.append([part] if parent is None else [*self._chains[parent], part])
@@ -57,7 +58,7 @@ class SharedPrefixes:
         return per_head
 
     def _with_prefixes(self, tensor: Tensor) -> Tensor:
-        parts = tensor.split(self._lengths, dim=2)
+        parts = tensor.split(self.lengths, dim=2)
         return torch.cat([parts[part] for chain in self._chains for part in chain], dim=2)
 
 

@@ -23,6 +23,7 @@ from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.files import trusted_code
 from nemo_rl.utils.errors import (
     DeadlineExceededError,
     ResourceInsufficientError,
@@ -103,6 +104,12 @@ def test_local_ray_starts_only_the_processes_that_a_run_uses(shared_group):
 def test_a_worker_without_tensors_never_loads_torch(shared_group):
     future = shared_group.run_all_workers_single_data("loaded", "torch")
     assert shared_group.get_all_worker_results(future) == [False, False]
+
+
+def test_workers_run_the_code_that_the_driver_trusts(make_group, monkeypatch):
+    monkeypatch.setattr(trusted_code, "_TRUSTED", {"a checksum"})
+    group = make_group("trusting")
+    assert group.get_all_worker_results(group.run_all_workers_single_data("trusted")) == [{"a checksum"}] * 2
 
 
 def test_answers_come_in_rank_order_although_rank_1_is_first(shared_group):

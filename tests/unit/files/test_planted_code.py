@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -21,13 +22,14 @@ from nemo_rl.data.datasets.hub import _load_hub
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.grading.pool import GradingProcess
 from nemo_rl.evals.records import _whole_prompts
+from nemo_rl.files import trusted_code
 from nemo_rl.files.safe_checkpoint import read_metadata
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.kits.judges.reward_model import _require_classifier
 from nemo_rl.models.generation.responses import stop_token_ids
 from nemo_rl.models.huggingface.load import load_causal_lm, load_model_config, load_scoring_model
 from nemo_rl.models.huggingface.sizes import count_parameters
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import ConfigError, DataError
 
 TOKENIZER = Path(__file__).parents[2] / "assets/tokenizers/qwen3"
 MODULES = ("configuration_planted", "modeling_planted", "tokenization_planted")
@@ -120,11 +122,13 @@ def test_the_pickle_of_a_model_does_not_run(tmp_path, mark, load):
     assert not mark.exists()
 
 
-def test_the_planted_code_would_run(tmp_path, mark):
+def test_the_planted_code_would_run(tmp_path, mark, monkeypatch):
     """With the permission of the user: otherwise the tests above prove nothing."""
     folder = model_folder(tmp_path / "model", mark, known_type=False)
-    with pytest.raises((AttributeError, ValueError)):
-        get_tokenizer(TokenizerConfig(name=str(folder)), trust_remote_code=True)
+    monkeypatch.setattr(trusted_code, "_TRUSTED", set())
+    trusted_code.trust_code("policy.tokenizer.name", str(folder))
+    with pytest.raises((AttributeError, ValueError, ConfigError)):
+        tokenizer_of(folder)
     assert mark.exists()
     mark.unlink()
     pickle.loads(pickle.dumps(Bomb(mark)))
@@ -156,15 +160,23 @@ def test_the_script_of_a_data_set_does_not_run(tmp_path, mark):
     assert not mark.exists()
 
 
-def test_only_a_tokenizer_may_run_the_code_in_its_folder() -> None:
-    trusting = [
-        f"{file.relative_to(ROOT)}:{word.value.lineno}"
+ASKED = re.compile(r"False|may_run\(.*\)|trusted")
+BELOW_A_QUESTION = {"nemo_rl/data/tokenizer.py", "nemo_rl/models/huggingface/load.py"}
+"""Files that write True where `may_run` has just allowed it."""
+KEYS = {"nemo_rl/config/runs/eval.py", "nemo_rl/config/schema/judges.py"}
+"""Files that pass the key from one section to another."""
+
+
+def test_each_load_asks_whether_code_may_run() -> None:
+    words = [
+        (f"{file.relative_to(ROOT)}", ast.unparse(word.value))
         for file in files()
         if "trust_remote_code" in file.read_text(encoding="utf-8")
         for word in ast.walk(tree_of(file))
-        if isinstance(word, ast.keyword) and word.arg == "trust_remote_code" and ast.unparse(word.value) != "False"
+        if isinstance(word, ast.keyword) and word.arg == "trust_remote_code"
     ]
-    assert {name.partition(":")[0] for name in trusting} == {"nemo_rl/data/tokenizer.py"}, trusting
+    others = {name for name, value in words if ASKED.fullmatch(value) is None}
+    assert others == BELOW_A_QUESTION | KEYS
 
 
 PLANTED = ("sitecustomize", "usercustomize", "argparse", "dataclasses", "json", "torch", "numpy", "transformers", "ray")

@@ -51,6 +51,8 @@ class EvalGenerationConfig(GenerationConfig):
 
     model_name: str = "Qwen/Qwen2.5-Math-1.5B-Instruct"
     """Hub id or folder of the model. The folder of a checkpoint is <step folder>/policy/weights/model."""
+    trust_remote_code: bool = False
+    """Run the Python code in the folders of model and tokenizer (see policy.trust_remote_code)."""
     endpoint: ModelEndpointConfig | None = None
     """A model on another server, which is evaluated instead of model_name without engines, GPUs and a tokenizer; null:
     engines of the run load model_name."""

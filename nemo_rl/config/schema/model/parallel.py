@@ -310,7 +310,8 @@ class SequencePackingConfig(Section):
     share_prompts: bool = True
     """Compute tokens once with which several packed sequences begin: a prompt, a system prompt, the earlier turns of a
     session with branches. Scores and gradients are the same up to rounding. Only with the DTensor backend, without
-    context and pipeline parallelism, for models in which only attention connects tokens and experts are not trained."""
+    context and pipeline parallelism, for models in which only attention and recurrent layers other than Mamba-1 connect
+    tokens, and experts are not trained."""
     max_keys_per_token: Annotated[int, OnlyWith("share_prompts")] = Field(default=4, ge=2, le=10**6)
     """With share_prompts: largest number of keys and values of attention in a packed row, as a multiple of its token
     budget. Keys and values of shared tokens are repeated before each of their sequences and kept for the backward pass.

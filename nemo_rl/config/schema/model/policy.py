@@ -201,6 +201,9 @@ class PolicyConfig(Section):
     """Learning-rate schedule, unless megatron_cfg has it: one, or a list that ends with milestones; null: constant."""
     hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
     """Fields of the Hugging Face model config to change."""
+    trust_remote_code: bool = False
+    """Run the Python code in the folders of model and tokenizer, on every machine and with your rights. Both names must
+    be local folders, or have the full commit: owner/name@COMMIT."""
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
     """The PyTorch-native training backend."""
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)

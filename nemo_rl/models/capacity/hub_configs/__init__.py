@@ -8,10 +8,9 @@ train a model. A run reads the model's own configuration.
 from copy import deepcopy
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-
 from nemo_rl.config import PolicyConfig, RunConfig
 from nemo_rl.config.base.paths import library_model_hint
+from nemo_rl.files.hub_download import cached_file
 from nemo_rl.utils.errors import ConfigError
 
 FOLDER = Path(__file__).parent
@@ -36,7 +35,7 @@ def with_local_configs[ConfigT: RunConfig](config: ConfigT) -> ConfigT:
 
 def _make_local(model: PolicyConfig) -> None:
     name = model.model_name
-    if Path(name).is_dir() or isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if Path(name).is_dir() or cached_file(name, "config.json") is not None:
         return
     if name not in known_models():
         raise ConfigError(

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import find_path
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.files.trusted_code import copy_code, may_run
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.dtensor.lora import attach_adapter, merge_adapters, read_adapter_config
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models
-from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, CONFIG_FILE, MODEL_FOLDER, require_empty
-from nemo_rl.models.huggingface.load import auto_class, load_causal_lm, torch_dtype
+from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, CONFIG_FILE, MODEL_FOLDER, require_empty, save_tokenizer
+from nemo_rl.models.huggingface.load import auto_class, load_causal_lm, read_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.utils.errors import CheckpointError
 
@@ -106,7 +107,8 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
         model = _adapted(source)
         merge_adapters(model)
         nn.Module.to(model, wanted).save_pretrained(target)
-        AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(target)
+        copy_code(str(model.config.name_or_path), target)
+        save_tokenizer(load_tokenizer(source.tokenizer), target)
 
     model_folder(source.base)  # download before the wait below, because a download logs its own progress
     with StillWaiting(f"the merge of {source.folder} into {source.base}", "it is running") as progress:
@@ -137,11 +139,9 @@ def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
     """
 
     def compare() -> ExportCheck:
-        kind = auto_class(AutoConfig.from_pretrained(target, trust_remote_code=False))
-        exported = kind.from_pretrained(target, dtype=torch.float32, trust_remote_code=False).eval()
-        return compare_models(
-            _adapted(source), exported, AutoTokenizer.from_pretrained(target, trust_remote_code=False)
-        )
+        kind = auto_class(read_config(target))
+        exported = kind.from_pretrained(target, dtype=torch.float32, trust_remote_code=may_run(target)).eval()
+        return compare_models(_adapted(source), exported, load_tokenizer(target))
 
     with StillWaiting(f"the comparison of {target}", "it is running") as progress:
         check = progress.during(compare)

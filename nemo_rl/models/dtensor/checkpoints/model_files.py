@@ -26,6 +26,7 @@ from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, block_here
 from nemo_rl.files.regular_file import open_regular
+from nemo_rl.files.trusted_code import copy_code
 from nemo_rl.models.dtensor.pipeline.stages import names_here, stage_of, without_copies
 from nemo_rl.models.huggingface.checkpoint_names import TensorGroup, groups_in_memory, in_checkpoint
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES
@@ -220,6 +221,7 @@ def _write_weights(
             write_index(folder, file_of, sum(found[0].num_bytes for found in pieces.values()))
             hf.config.architectures = [type(hf).__name__]
             hf.config.save_pretrained(folder)
+            copy_code(str(hf.config.name_or_path), folder)
             if hf.can_generate() and hf.generation_config is not None:
                 hf.generation_config.save_pretrained(folder)
 

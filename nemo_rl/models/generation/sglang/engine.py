@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from nemo_rl.config.schema.model.generation import SglangConfig
+from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
     FinishReason,
@@ -46,6 +47,7 @@ from nemo_rl.models.generation.remote.connection import EndpointError
 from nemo_rl.models.generation.responses import joined, rest_of, sampled_text
 from nemo_rl.models.generation.sglang.server import SglangServer
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.load import load_model_config, read_config
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.utils.errors import GenerationError, NonFiniteError, WeightSyncError
 
@@ -142,7 +144,7 @@ class WeightFolder:
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copy(file, self.path / file.name)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
+            model = AutoModelForCausalLM.from_config(read_config(source))
         self._expected = {name for name, _ in in_checkpoint(model, model.named_parameters())}
         self._received: set[str] = set()
         self._num_files = 0
@@ -186,12 +188,8 @@ class SglangEngine:
         self._mode = config.sglang_server_config.pause_generation_mode
         self._sleeps = settings.can_sleep and config.sglang_server_config.needs_offload
         self._max_model_len = settings.max_model_len
-        self._vocab_size = (
-            AutoConfig.from_pretrained(settings.model_name, trust_remote_code=False).get_text_config().vocab_size
-        )
-        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            settings.tokenizer_name, trust_remote_code=False
-        )
+        self._vocab_size = load_model_config(settings.model_name).get_text_config().vocab_size
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.tokenizer_name)
         self._slots = asyncio.Semaphore(config.sglang_server_config.sglang_server_concurrency)
         self._weights = WeightFolder(settings.model_name, config.weight_folder)
         weakref.finalize(self, self._weights.remove)

@@ -23,6 +23,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from nemo_rl.files.hub_download import described_source, pinned
+from nemo_rl.files.trusted_code import may_run
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.vllm.drafting import TRAINED_LAYERS
 from nemo_rl.models.generation.vllm.grammars import structured_outputs
@@ -30,6 +32,7 @@ from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.speculation import speculation_of
 from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text
+from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.quantization import WeightQuantization
 
 logger = logging.getLogger(__name__)
@@ -105,8 +108,9 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
     """
     speculation = speculation_of(settings.engine_kwargs)
     values: dict[str, Any] = {
-        "model": settings.model_name,
-        "tokenizer": settings.tokenizer_name,
+        "model": str(model_folder(settings.model_name)) if pinned(settings.model_name) else settings.model_name,
+        "tokenizer": described_source(settings.tokenizer_name),
+        "trust_remote_code": may_run(settings.model_name) or may_run(settings.tokenizer_name),
         "dtype": settings.precision,
         "max_model_len": settings.max_model_len,
         "enforce_eager": settings.enforce_eager,

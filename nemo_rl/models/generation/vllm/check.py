@@ -122,8 +122,7 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     Raises:
         ConfigError: The model cannot be divided over the ranks of an engine, its context is shorter than the engine's,
             or float8 or speculative decoding is not possible as configured. On a CPU, it is also raised if vLLM does
-            not support the head size or the recurrent layers, a package for images is missing, or latent attention
-            (such as DeepSeek-V3's) has plain rotary embeddings.
+            not support the head size or the recurrent layers, or a package for images is missing.
     """
     whole = load_model_config(policy.model_name, policy.hf_config_overrides)
     model = whole.get_text_config()
@@ -142,17 +141,11 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
             f"policy.model_name={policy.model_name!r}: vLLM needs torchvision for its class of {whole.model_type}, "
             "which reads images, also if it gets text alone. Set policy.generation.backend=hf, or install torchvision."
         )
-    rope = getattr(model, "rope_parameters", None) or {}
-    has_heads = getattr(model, "num_attention_heads", None)
-    lacks = None
-    if getattr(model, "kv_lora_rank", None):
-        if rope.get("rope_type", "default") == "default":
-            lacks = "latent attention (MLA) with plain rotary embeddings, which vLLM computes wrongly on CPUs"
-    elif has_heads and head_size(model) not in _CPU_HEAD_SIZES:
-        lacks = f"attention heads of {head_size(model)}; vLLM's on CPUs are of {', '.join(map(str, _CPU_HEAD_SIZES))}"
-    if lacks is not None:
+    has_heads = getattr(model, "num_attention_heads", None) and not getattr(model, "kv_lora_rank", None)
+    if has_heads and head_size(model) not in _CPU_HEAD_SIZES:
         raise ConfigError(
-            f"policy.model_name={policy.model_name!r} has {lacks}. Set policy.generation.backend=hf, or use GPUs."
+            f"policy.model_name={policy.model_name!r} has attention heads of {head_size(model)}; vLLM's on CPUs are of "
+            f"{', '.join(map(str, _CPU_HEAD_SIZES))}. Set policy.generation.backend=hf, or use GPUs."
         )
 
 

@@ -1,4 +1,8 @@
-"""Repair and complete vLLM's CPU build: speculative decoding, experts and float8 inputs.
+"""Repair and complete vLLM's CPU build: rotary embeddings, speculative decoding, experts and float8 inputs.
+
+`rotate_each_head` repairs rotary embeddings of queries with an axis of heads. The kernel takes the distance between two
+heads for that between two tokens, so most queries would get the rotation of another position or none (LFM2, and latent
+attention without scaled rotary embeddings).
 
 `repair_speculation` repairs four errors of speculative decoding. Without Triton, C++ functions replace vLLM's kernels.
 
@@ -38,8 +42,28 @@ from torch.nn import functional
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from nemo_rl.models.quantization import BlockFormat, WeightQuantization, rounded
+
+
+def rotate_each_head() -> None:
+    """Rotate queries and keys `[tokens, heads, size]` as `[tokens, heads * size]`, which vLLM's kernel rotates right.
+
+    On CPUs, call this before vLLM builds its worker.
+    """
+    kind: Any = RotaryEmbedding
+    rotate = kind.forward_cpu
+    if rotate.__module__ == __name__:
+        return
+
+    def rotate_flat(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        given = (query, key)
+        flat = [each.flatten(1) if each is not None and each.dim() == 3 else each for each in given]
+        rotated = rotate(self, positions, *flat)
+        return tuple(old if old is None else new.view(old.shape) for old, new in zip(given, rotated, strict=True))
+
+    kind.forward_cpu = rotate_flat
 
 
 def repair_speculation() -> None:

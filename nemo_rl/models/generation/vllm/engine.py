@@ -39,6 +39,7 @@ from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
 from nemo_rl.models.generation.vllm.cpu_build import (
     repair_speculation,
+    rotate_each_head,
     round_activations,
     serve_experts_without_gate,
 )
@@ -112,6 +113,7 @@ class VllmEngine(SteppedEngine):
                 inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
             _fit_to_cpu(arguments)
             repair_speculation()
+            rotate_each_head()
             serve_experts_without_gate()
         if hasattr(os, "memfd_create"):
             # # Without this, vLLM would leave a file in the temporary folder.

@@ -45,6 +45,7 @@ from nemo_rl.models.generation.vllm.cpu_build import (
     compute_own_experts,
     exchange_tokens,
     repair_speculation,
+    rotate_each_head,
     serve_experts_without_gate,
 )
 from nemo_rl.models.generation.vllm.drafting import keep_own_heads
@@ -84,6 +85,7 @@ def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
     keep_own_heads()
     if current_platform.is_cpu():
         repair_speculation()
+        rotate_each_head()
         serve_experts_without_gate()
     if current_platform.is_cpu() and parallel.enable_expert_parallel:
         compute_own_experts()

@@ -21,6 +21,7 @@ from nemo_rl.config import CheckpointingConfig, PolicyConfig
 from nemo_rl.distributed.ranks.shared_failure import reasons_of
 from nemo_rl.files.safe_checkpoint import METADATA_FILE, only_plain_values, read_metadata
 from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, adapter_scaling
+from nemo_rl.models.huggingface.load import read_config
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.models.huggingface.tensor_files import MAX_FILE_BYTES, write_model_files
 from nemo_rl.models.megatron.checkpoints import ITERATION
@@ -152,9 +153,7 @@ def read_into(model: "PreTrainedModel", weights: Path) -> None:
 
 def write_model(weights: Path, target: Path, dtype: torch.dtype | None) -> None:
     """Write a folder for `from_pretrained`, one tensor at a time (`FolderBackend.write_model`)."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
+    config = read_config(weights)
     likes = {name: _as(like, dtype, kept) for name, like, kept in hub_tensors_of(weights, config, meta=True)}
     target.mkdir(parents=True, exist_ok=True)
     values = ((name, _as(value, dtype, kept)) for name, value, kept in hub_tensors_of(weights, config))

@@ -54,10 +54,12 @@ def make_model(arch: TinyArch, tie_embeddings: bool, seed: int) -> PreTrainedMod
     return spread_out(make_tiny_model(arch, tiny_shape(tie_embeddings), seed=seed), seed)
 
 
-def make_mixture(arch: str, seed: int) -> PreTrainedModel:
+def make_mixture(arch: str, seed: int, **fields: Any) -> PreTrainedModel:
     """Make a random model with four experts, two for each token: "qwen3_moe", "mixtral" or "deepseek_v3"."""
     torch.manual_seed(seed)
-    model = spread_out(AutoModelForCausalLM.from_config(mixture_config(arch), dtype=torch.float32), seed)
+    config = mixture_config(arch)
+    config.update(fields)
+    model = spread_out(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.normal_(std=0.3)

@@ -19,14 +19,6 @@ def policy(folder, model, backend="vllm"):
     return PolicyConfig.build(model_name=str(folder), generation={"backend": backend})
 
 
-def test_latent_attention_with_plain_rotary_embeddings_is_refused_in_vllm_on_cpus(tmp_path):
-    plain = DeepseekV3Config(kv_lora_rank=16)
-    with pytest.raises(ConfigError, match=r"latent attention .* Set policy\.generation\.backend=hf"):
-        check_engine_model(policy(tmp_path, plain), CPU)
-    check_engine_model(policy(tmp_path, plain, "hf"), CPU)
-    check_engine_model(policy(tmp_path, plain), ClusterConfig.build(device="cuda"))
-
-
 def test_head_sizes_that_vllm_lacks_on_cpus_are_refused(tmp_path):
     small = Qwen2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     with pytest.raises(ConfigError, match=r"attention heads of 16; vLLM's on CPUs are of 32, .*backend=hf"):
@@ -82,7 +74,10 @@ def test_the_known_head_sizes_are_those_of_vllm():
     assert list(_CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
 
 
-@pytest.mark.parametrize("model", [DeepseekV3Config(kv_lora_rank=16, rope_parameters=YARN), Qwen2Config()])
+LATENT = [DeepseekV3Config(kv_lora_rank=16, rope_parameters=rope) for rope in (YARN, None)]
+
+
+@pytest.mark.parametrize("model", [*LATENT, Qwen2Config()])
 def test_models_that_vllm_serves_are_accepted(tmp_path, model):
     check_engine_model(policy(tmp_path, model), CPU)
 

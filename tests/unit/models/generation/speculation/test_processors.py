@@ -70,12 +70,16 @@ def test_float32_engines_answer_like_hugging_face(name: str, tmp_path: Path, sen
             assert Path(path).name.startswith(LIBRARIES[name])
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_float32_engines_with_latent_attention_and_experts_answer_like_hugging_face(
     name: str, tmp_path: Path, sender
 ) -> None:
+    """The rotary embeddings are plain; those of `test_vllm_engine` are scaled, and computed by another function."""
     needs(name)
-    save_model(tmp_path, make_mixture("deepseek_v3", seed=1))
+    save_model(tmp_path, make_mixture("deepseek_v3", seed=1, rope_parameters=PLAIN))
     speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     settings = {
         "plain": make_settings(tmp_path, "vllm", load_weights=False),
@@ -83,7 +87,7 @@ def test_float32_engines_with_latent_attention_and_experts_answer_like_hugging_f
     }
     with EngineProcess(settings, processor=PROCESSORS[name]) as engines:
         for seed in (2, 3):
-            model = WithMTP(make_mixture("deepseek_v3", seed), seed=seed)
+            model = WithMTP(make_mixture("deepseek_v3", seed, rope_parameters=PLAIN), seed=seed)
             layers = model.hub_tensors(model.state_dict(), copies=False)
             sent = streamed(model.hf)
             check_answers(engines, sender, "plain", model.hf, sent, seed)
