@@ -309,8 +309,14 @@ def _by_sequence(core: Callable[..., Any], spec: Core) -> Callable[..., Any]:
             hidden = exchange.to_tokens(hidden, spec.axis, heads)
         return (hidden, None) if state else hidden  # training does not use the last state
 
-    setattr(by_sequence, _MARK, True)
+    setattr(by_sequence, _MARK, core)
     return by_sequence
+
+
+def without_borders(core: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of transformers as it was before `respect_borders`."""
+    own: Callable[..., Any] = getattr(core, _MARK, core)
+    return own
 
 
 def _in_groups(core: Callable[..., Any], spec: Core, groups: SequenceGroups, bound: inspect.BoundArguments) -> Any:

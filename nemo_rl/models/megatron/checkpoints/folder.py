@@ -88,9 +88,10 @@ _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
 """Name by which Megatron Core stores the transformer layer of a multi-token-prediction layer."""
 _HALF = re.compile(r"_[wv]$")
 """Suffixes of the stored names of gate and up, the two halves of one parameter."""
-_BLOCK = re.compile(r"(\.in_proj\.weight|\.conv1d\.weight|\.conv1d\.bias)\.(?:z|x|B|C|dt)$")
-"""Stored names of the blocks of a Mamba-2 layer's parameters."""
-_IN_ORDER = ("_w", "_v", ".z", ".x", ".B", ".C", ".dt")
+_MAMBA_CONVOLUTION = re.compile(r"\.conv1d\.(weight|bias)(?=\.(?:x|B|C)$)")
+_BLOCK = re.compile(r"(?:(?<=weight)|(?<=bias))\.(?:z|x|B|C|dt|query|key|value|beta|alpha)$")
+"""Suffixes of the stored names of the blocks of a parameter in a Mamba-2 layer or gated delta net."""
+_IN_ORDER = ("_w", "_v", ".query", ".key", ".value", ".z", ".x", ".B", ".C", ".dt", ".beta", ".alpha")
 """Suffixes in the order of the parts in their parameter."""
 
 
@@ -100,7 +101,7 @@ def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for name in names:
-        whole = _BLOCK.sub(r"\1", _HALF.sub("", name)).replace(".conv1d.", ".conv1d_")
+        whole = _BLOCK.sub("", _MAMBA_CONVOLUTION.sub(r".conv1d_\1", _HALF.sub("", name)))
         parameter = own_name(whole.replace(".experts.experts.", ".experts.local_experts."))
         parameter = _MTP_LAYER.sub(r"\1mtp_model_layer.", parameter)
         found.setdefault(parameter, []).append(name)

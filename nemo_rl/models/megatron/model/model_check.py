@@ -21,6 +21,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.models.megatron.conversion.rules import FAMILIES as LAYERS
 from nemo_rl.models.megatron.conversion.rules import Layers
 from nemo_rl.models.megatron.model.families import family_of, sparse_layers
+from nemo_rl.models.megatron.model.family import DeltaNets, Hybrid
 from nemo_rl.utils.errors import ConfigError
 
 _FIXED = (
@@ -43,8 +44,11 @@ _OF_THE_WEIGHTS = (
     "gated_linear_unit",
     "multi_latent_attention",
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "attention_output_gate", "moe_shared_expert_gate"),
 )
 """Fields that cannot be overridden, because they determine the names and shapes of the weights."""
+_WITH_STATES = {Hybrid: "Mamba-2", DeltaNets: "gated delta nets"}
 _READ_QUANTIZED = ("fp8", "mxfp4")
 _SOURCES = ("model_parallel_config.py", "transformer/transformer_config.py")
 _KERNEL_CHOICES = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
@@ -70,9 +74,11 @@ def check_expressible(model: PretrainedConfig, *, generates: bool = False) -> di
     family.rotary(model)
     family.embedding_scale(model)
     _check_files(model)
-    if generates and family.hybrid(model) is not None:
+    hybrid = family.hybrid(model)
+    if generates and hybrid is not None:
         raise ConfigError(
-            f"this engine keeps no states from token to token, and {model.model_type} has Mamba-2 layers with states."
+            f"this engine keeps no states from token to token, and {model.model_type} has layers with states "
+            f"({_WITH_STATES[type(hybrid)]})."
         )
     return fields
 

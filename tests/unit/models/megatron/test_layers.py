@@ -230,7 +230,7 @@ def check_states_of_packed_rows_would_leak() -> None:
     """Check the reason for `SequenceGroups`: the comparison finds states that pass from sequence to sequence."""
     from nemo_rl.models.megatron.model import mamba
 
-    with replaced(mamba, "_groups_of", lambda bounds: None):
+    with replaced(mamba, "sequence_groups", lambda bounds: None):
         logits, gradients, _ = compare("nemotron_h", packed=True)
     assert logits > 1e-3 and gradients > 1e-3
 
