@@ -125,6 +125,8 @@ _RENAMED = {
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
     "mlp.down_proj.bias": "mlp.linear_fc2.bias",
     "mlp.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_expert.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
     "mlp.gate.weight": "mlp.router.weight",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
     "mlp.e_score_correction_bias": "mlp.router.expert_bias",
@@ -146,11 +148,37 @@ def _layer(config: Any, own: dict[str, Tensor]) -> dict[str, Any]:
         if f"self_attn.q_proj.{kind}" in own:
             parts = [own[f"self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
             groups = [part.unflatten(0, (config.num_key_value_heads, -1)) for part in parts]
+            if len(parts[0]) == 2 * config.num_attention_heads * config.head_dim:  # queries and gates of each head
+                both = groups[0].unflatten(1, (-1, 2, config.head_dim))
+                groups[0] = both.transpose(1, 2).flatten(1, 3)
             out[f"self_attention.linear_qkv.{kind}"] = torch.cat(groups, 1).flatten(0, 1)
-        for old, new in (("mlp.", "mlp."), ("mlp.shared_experts.", "mlp.shared_experts.")):
+        for old in ("mlp.", "mlp.shared_experts.", "mlp.shared_expert."):
             if f"{old}gate_proj.{kind}" in own:
+                new = old.replace("expert.", "experts.")
                 out[f"{new}linear_fc1.{kind}"] = own[f"{old}gate_proj.{kind}"], own[f"{old}up_proj.{kind}"]
-    return out | _experts(own)
+    return out | _experts(own) | _delta_net(config, own)
+
+
+def _delta_net(config: Any, own: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the tensors of a gated delta net, with the blocks that ranks divide one by one."""
+    mixer = {key.removeprefix("linear_attn."): each for key, each in own.items() if key.startswith("linear_attn.")}
+    if not mixer:
+        return {}
+    keys = config.linear_num_key_heads
+    key, value = keys * config.linear_key_head_dim, config.linear_num_value_heads * config.linear_value_head_dim
+    if "in_proj_qkvz.weight" in mixer:
+        fused = [mixer[f"in_proj_{name}.weight"].unflatten(0, (keys, -1)) for name in ("qkvz", "ba")]
+        sizes = [size // keys for size in (key, key, value, value)]
+        blocks = [*fused[0].split(sizes, 1), *fused[1].chunk(2, 1)]
+        projected = tuple(block.flatten(0, 1) for block in blocks)
+    else:
+        parts = [mixer[f"in_proj_{name}.weight"] for name in ("z", "b", "a")]
+        projected = (*mixer["in_proj_qkv.weight"].split([key, key, value]), *parts)
+    names = {"norm.weight": "out_norm.weight"} | {name: name for name in ("A_log", "dt_bias", "out_proj.weight")}
+    out: dict[str, Any] = {f"self_attention.{new}": mixer[old] for old, new in names.items()}
+    out["self_attention.in_proj.weight"] = projected
+    out["self_attention.conv1d.weight"] = mixer["conv1d.weight"].split([key, key, value])
+    return out
 
 
 def _experts(own: dict[str, Tensor]) -> dict[str, Any]:

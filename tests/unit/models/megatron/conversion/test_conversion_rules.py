@@ -18,7 +18,16 @@ from transformers import GPT2Config, PretrainedConfig
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
 from nemo_rl.models.megatron.conversion import parts, rules
 from nemo_rl.models.megatron.conversion import sources as sources_module
-from nemo_rl.models.megatron.conversion.parts import Blocks, Grouped, Part, RowLayout, Stacked, global_name
+from nemo_rl.models.megatron.conversion.parts import (
+    Blocks,
+    ByHeads,
+    Grouped,
+    HeadRows,
+    Part,
+    RowLayout,
+    Stacked,
+    global_name,
+)
 from nemo_rl.models.megatron.conversion.rules import FAMILIES, hub_tensors, rules_for
 from nemo_rl.models.megatron.conversion.sources import sources
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -82,7 +91,13 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
         rules_for(GPT2Config())
 
 
-@pytest.mark.parametrize("layout", [Stacked(), Stacked(2), Grouped(1, 3), Grouped(4, 3), Blocks((16, 24, 8))], ids=str)
+LAYOUTS = [
+    *(Stacked(), Stacked(2), Grouped(1, 3), Grouped(4, 3), Grouped(2, 4, gated=True), Blocks((16, 24, 8))),
+    ByHeads((HeadRows(0, 0, 1, 8, 4), HeadRows(0, 1, 3, 8, 4), HeadRows(1, 0, 2, 8, 2))),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
 def test_shards_hold_every_row_of_every_part_once(layout: RowLayout, num_shards: int) -> None:
     num_rows = 2 * 144 if isinstance(layout, Grouped) else 48
@@ -99,6 +114,14 @@ def test_grouped_heads_have_the_layout_of_megatron_core() -> None:
     segments = list(Grouped(2, 1).segments(8, 0, 1))
     rows = [("qkv"[one.part], row) for one in segments for row in range(one.start, one.stop)]
     assert rows == [*zip("qqkv", (0, 1, 0, 0), strict=True), *zip("qqkv", (2, 3, 1, 1), strict=True)]
+
+
+def test_gates_of_attention_have_the_layout_of_megatron_core() -> None:
+    """By hand: query part q0 g0 q1 g1 q2 g2 q3 g3, parameter q0 q1 g0 g1 k0 v0 | q2 q3 g2 g3 k1 v1."""
+    segments = list(Grouped(2, 1, gated=True).segments(12, 0, 1))
+    rows = [("qkv"[one.part], row) for one in segments for row in range(one.start, one.stop)]
+    assert rows[:6] == [*zip("qqqqkv", (0, 2, 1, 3, 0, 0), strict=True)]
+    assert rows[6:] == [*zip("qqqqkv", (4, 6, 5, 7, 1, 1), strict=True)]
 
 
 @pytest.mark.parametrize(
