@@ -236,6 +236,13 @@ def check_states_of_packed_rows_would_leak() -> None:
         assert logits > 1e-3 and gradients > 1e-3
 
 
+def check_packed_sequences_of_any_length() -> None:
+    """Check sequences of one token, and borders within and after the chunks of 64 tokens that the rule computes."""
+    for name in ("qwen3_next", "nemotron_h"):
+        for lengths, mesh in (((1, 70, 3, 1), {}), ((3, 65, 1, 1), TP2_SP), ((4, 68, 8), {"cp": 2})):
+            assert max(compare(name, packed=True, lengths=lengths, **mesh)[:2]) < 1e-5, (name, lengths)
+
+
 def check_norms_of_delta_nets_are_summed_over_ranks() -> None:
     """Check the reason for `HeadNorm`: Megatron Core does not sum the gradient without sequence parallelism."""
     from nemo_rl.models.megatron.model import delta_net

@@ -20,13 +20,13 @@ LENGTHS = (8, 12, 4)
 class Sequences:
     """The sequences of a batch as rows or packed, and this context-parallel rank's part of them."""
 
-    def __init__(self, packed: bool) -> None:
+    def __init__(self, packed: bool, lengths: Sequence[int] = LENGTHS) -> None:
         from megatron.core import parallel_state
 
         gen = torch.Generator().manual_seed(2)
-        self.ids = [torch.randint(0, VOCAB, (length,), generator=gen) for length in LENGTHS]
-        self.cotangents = [torch.randn(length, VOCAB, generator=gen) for length in LENGTHS]
-        self.packed = packed
+        self.ids = [torch.randint(0, VOCAB, (length,), generator=gen) for length in lengths]
+        self.cotangents = [torch.randn(length, VOCAB, generator=gen) for length in lengths]
+        self.packed, self._lengths = packed, lengths
         self._ranks = parallel_state.get_context_parallel_world_size()
         self._rank = parallel_state.get_context_parallel_rank()
 
@@ -48,8 +48,9 @@ class Sequences:
         ids = self.lay_out(self.ids)
         arguments = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": None}
         if self.packed:
-            bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            sizes = {"max_seqlen_q": max(LENGTHS), "max_seqlen_kv": max(LENGTHS), "total_tokens": sum(LENGTHS)}
+            bounds = torch.tensor([0, *self._lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            longest = max(self._lengths)
+            sizes = {"max_seqlen_q": longest, "max_seqlen_kv": longest, "total_tokens": sum(self._lengths)}
             arguments["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, **sizes)
         return arguments
 
@@ -252,7 +253,12 @@ def chunks_of(model: PreTrainedModel, **megatron: Any) -> list[Any]:
 
 
 def compare(
-    name: str, *, packed: bool, values: dict[str, Any] | None = None, **megatron: Any
+    name: str,
+    *,
+    packed: bool,
+    values: dict[str, Any] | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    **megatron: Any,
 ) -> tuple[float, float, str]:
     """Largest difference of the logits from Hugging Face, that of a gradient, and whose; of this rank's part.
 
@@ -260,6 +266,7 @@ def compare(
         name: one of `small_models.MODELS`.
         packed: rather than padded.
         values: of the Hugging Face configuration.
+        lengths: of the sequences, multiples of twice the context-parallel ranks.
         **megatron: of the section, see `rank_backend.policy_of`.
     """
     from megatron.core import parallel_state
@@ -269,7 +276,7 @@ def compare(
 
     model = hf_model(name, **values or {})
     (chunk,) = chunks_of(model, **megatron)
-    sequences = Sequences(packed)
+    sequences = Sequences(packed, lengths)
     wanted_logits, wanted_gradients = reference(model, sequences)
     wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
     assert unwrap(wrapped) is chunk
