@@ -76,6 +76,7 @@ class MegatronTraining(FolderBackend):
         from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.huggingface.load import load_model_config
         from nemo_rl.models.megatron.mesh_check import check_mesh
+        from nemo_rl.models.megatron.model.families import text_part
         from nemo_rl.models.megatron.model.model_check import (
             check_adapters,
             check_expressible,
@@ -83,7 +84,7 @@ class MegatronTraining(FolderBackend):
             check_options,
         )
 
-        model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
+        model = text_part(load_model_config(policy.model_name, policy.hf_config_overrides, section))
         report_findings(check_mesh(policy, layout, model, section))
         report_findings(check_draft(policy))
         fields = check_expressible(model)

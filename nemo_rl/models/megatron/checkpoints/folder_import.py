@@ -35,6 +35,7 @@ from nemo_rl.models.megatron.checkpoints.folder import by_parameter, hub_tensors
 from nemo_rl.models.megatron.conversion.parts import Part
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
 from nemo_rl.models.megatron.conversion.sources import DequantizedFiles, listed, sources
+from nemo_rl.models.megatron.model.families import text_part
 from nemo_rl.models.megatron.parallel import start_model_parallel, stop_model_parallel
 from nemo_rl.utils.errors import CheckpointError
 
@@ -63,7 +64,7 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
         ConfigError: the model is unknown, or Megatron Core cannot train it.
     """
     require_empty(target)
-    config, folder = load_model_config(model_name), model_folder(model_name)
+    config, folder = text_part(load_model_config(model_name)), model_folder(model_name)
     described = {"model_name": model_name} | _SECTIONS
     policy = PolicyConfig.build(**described, generation=None)
     rules = rules_for(config, has_scalar_head=is_classifier(config))

@@ -486,6 +486,25 @@ MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_
 """Supported values of `model_type` in `config.json`. `conversion.rules` has rules for each value."""
 
 
+_TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
+"""Values of `model_type` of checkpoints for images whose text model is trained alone, as in transformers."""
+
+
+def text_part(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the text model that transformers loads from these files.
+
+    Checkpoints of Qwen3.5 also have a vision tower, and transformers has a language model that leaves it out. For all
+    other models, the configuration itself is returned.
+    """
+    if hf_config.model_type not in _TEXT_PARTS:
+        return hf_config
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE_MODELS
+
+    text = hf_config.get_text_config()
+    text.architectures = [LANGUAGE_MODELS[text.model_type]]
+    return text
+
+
 def family_of(hf_config: PretrainedConfig) -> Family:
     """Return the family of a model.
 
