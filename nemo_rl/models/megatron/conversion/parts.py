@@ -156,6 +156,11 @@ class ByHeads:
     rows: tuple[HeadRows, ...]
     """Rows of the whole parameter, in order."""
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of rows of each block of the whole parameter."""
+        return tuple(each.size * each.heads for each in self.rows)
+
     def part_rows(self, num_rows: int) -> list[int]:
         """Return the number of rows of each part."""
         sizes: dict[int, int] = {}
