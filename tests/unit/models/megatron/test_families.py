@@ -161,10 +161,12 @@ def test_families_that_are_not_built_are_refused_with_the_backend_that_trains_th
         check_expressible(AutoConfig.for_model(kind))
 
 
-@pytest.mark.parametrize(("kind", "refused"), [("nemotron_h", True), ("glm4_moe", False), ("minimax_m2", False)])
+@pytest.mark.parametrize(
+    ("kind", "refused"), [("nemotron_h", True), ("qwen3_next", True), ("glm4_moe", False), ("minimax_m2", False)]
+)
 def test_adapters_of_families_with_other_names_in_files_are_refused(kind, refused):
     found = list(check_adapters("policy", policy_of(peft={"enabled": True}), hf_config(kind)))
-    assert ["adapters of nemotron_h models are not built" in text for text in found] == [True] * refused
+    assert [f"adapters of {kind} models are not built" in text for text in found] == [True] * refused
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones():
