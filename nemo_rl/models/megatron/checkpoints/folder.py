@@ -91,7 +91,7 @@ _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
 _HALF = re.compile(r"_[wv]$")
 """Suffixes of the stored names of gate and up, the two halves of one parameter."""
 _MAMBA_CONVOLUTION = re.compile(r"\.conv1d\.(weight|bias)(?=\.(?:x|B|C)$)")
-_BLOCK = re.compile(r"(?:(?<=weight)|(?<=bias))\.(?:z|x|B|C|dt|query|key|value|beta|alpha)$")
+_BLOCK = re.compile(r"(?:(?<=weight)|(?<=bias)|(?<=lora_B))\.(?:z|x|B|C|dt|query|key|value|beta|alpha)$")
 """Suffixes of the stored names of the blocks of a parameter in a Mamba-2 layer or gated delta net."""
 _BLOCKS = (
     ("z", "x", "B", "C", "dt"),
@@ -136,6 +136,16 @@ def block_rows(name: str, layout: "RowLayout") -> tuple[int, slice] | None:
     block = next(each for each in _BLOCKS if len(each) == len(sizes) and found[0][1:] in each).index(found[0][1:])
     first = sum(sizes[:block])
     return sum(sizes), slice(first, first + sizes[block])
+
+
+def stored_blocks(layout: "RowLayout") -> dict[str, int]:
+    """Return the number of rows of each stored block of a projection, by its name. None for other layers."""
+    from nemo_rl.models.megatron.conversion.parts import Blocks, ByHeads
+
+    if not isinstance(layout, Blocks | ByHeads):
+        return {}
+    names = next(each for each in _BLOCKS if len(each) == len(layout.sizes))
+    return dict(zip(names, layout.sizes, strict=True))
 
 
 def _order(name: str) -> int:

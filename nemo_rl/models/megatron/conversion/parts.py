@@ -267,6 +267,8 @@ class Rule:
     """Locations in files whose tensors hold all experts of a layer; used instead of `parts` for such files."""
     full_precision: bool = False
     """Whether the parameter keeps its dtype if weights are sent in another dtype."""
+    without_adapter: bool = False
+    """Whether the parameter is the weight of a layer whose adapters PEFT does not load."""
     copy_of_tied: bool = False
     """Whether the parameter is the last pipeline stage's copy of a tied weight, which is not exported."""
 

@@ -317,7 +317,8 @@ def _mamba(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
     for name in ("A_log", "D", "dt_bias"):
         yield _same(f"{ours}{name}", f"{theirs}{name}", dim=0, full_precision=True)
     yield _same(f"{ours}norm.weight", f"{theirs}norm.weight", dim=0)
-    yield _same(f"{ours}out_proj.weight", f"{theirs}out_proj.weight", dim=1)
+    # PEFT refuses this layer of Mamba models, because fused kernels read its weight (huggingface/peft, pull 2562).
+    yield _same(f"{ours}out_proj.weight", f"{theirs}out_proj.weight", dim=1, without_adapter=True)
 
 
 def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
@@ -365,6 +366,8 @@ HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
 OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_LAYERS_OF_MODULES = "model.layers."
+"""Name of the list of layers in the causal language models of transformers."""
 _MTP = "mtp."
 """Prefix of multi-token-prediction layers of families that do not number them among the other layers."""
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -386,6 +389,12 @@ class Rules:
     """Whether the head is the embedding (tied)."""
     has_scalar_head: bool
     """Whether the head is a reward model's scalar head."""
+    layer_prefix: str
+    """Hub name of the list of layers."""
+
+    def module_name(self, name: str) -> str:
+        """Return the name of a layer among the modules of transformers, given the name in the hub's files."""
+        return name.replace(self.layer_prefix, _LAYERS_OF_MODULES, 1)
 
     def bundles(self) -> list[list[Rule]]:
         """Return lists of rules in model order. A list has all experts that share a hub tensor, or a single rule."""
@@ -450,7 +459,8 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False, num
         head,
     ]
     by_parameter = {rule.parameter: rule for rule in rules}
-    return Rules(by_parameter, hf_config.num_hidden_layers, num_mtp_layers, layers.embedding, tied, has_scalar_head)
+    counts = hf_config.num_hidden_layers, num_mtp_layers
+    return Rules(by_parameter, *counts, layers.embedding, tied, has_scalar_head, layers.layer_prefix)
 
 
 def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:

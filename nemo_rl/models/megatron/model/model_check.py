@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.models.megatron.conversion.rules import FAMILIES as LAYERS
-from nemo_rl.models.megatron.conversion.rules import DeltaLayers, Layers
 from nemo_rl.models.megatron.model.families import family_of, sparse_layers
 from nemo_rl.models.megatron.model.family import DeltaNets, Hybrid
 from nemo_rl.utils.errors import ConfigError
@@ -141,27 +140,6 @@ def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Fi
         yield f"{key}: a reward model or critic predicts no tokens. Set it to 0."
     if asked.peft.enabled:
         yield f"{key} with {section}.megatron_cfg.peft.enabled=true is not built. Set it to 0."
-
-
-def check_adapters(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Findings:
-    """Yield the reason why adapters of a family would not load with PEFT, if they are configured.
-
-    Args:
-        section: name of the section, such as `policy`.
-    """
-    layers = LAYERS[model.model_type]
-    if not policy.megatron_cfg.peft.enabled:
-        return
-    if layers.layer_prefix != Layers.layer_prefix:
-        reason = "the tensors in their files have other names than the modules of transformers"
-    elif isinstance(layers, DeltaLayers):
-        reason = "the projections of gated delta nets have no adapters"
-    else:
-        return
-    yield (
-        f"{section}.megatron_cfg.peft.enabled=true: adapters of {model.model_type} models are not built, because "
-        f"{reason}. Set it to false, or train adapters with {section}.dtensor_cfg.enabled=true."
-    )
 
 
 def check_overrides(keys: str, overrides: Collection[str], known: Collection[str], kind: str) -> Findings:

@@ -176,9 +176,10 @@ def _delta_net(config: Any, own: dict[str, Tensor]) -> dict[str, Any]:
         parts = [mixer[f"in_proj_{name}.weight"] for name in ("z", "b", "a")]
         projected = (*mixer["in_proj_qkv.weight"].split([key, key, value]), *parts)
     names = {"norm.weight": "out_norm.weight"} | {name: name for name in ("A_log", "dt_bias", "out_proj.weight")}
-    out: dict[str, Any] = {f"self_attention.{new}": mixer[old] for old, new in names.items()}
+    out: dict[str, Any] = {f"self_attention.{new}": mixer[old] for old, new in names.items() if old in mixer}
     out["self_attention.in_proj.weight"] = projected
-    out["self_attention.conv1d.weight"] = mixer["conv1d.weight"].split([key, key, value])
+    if "conv1d.weight" in mixer:
+        out["self_attention.conv1d.weight"] = mixer["conv1d.weight"].split([key, key, value])
     return out
 
 
