@@ -123,8 +123,8 @@ MEGATRON_LINEAR_LAYERS = (
     "in_proj",
     "out_proj",
 )
-"""Last parts of the names of Megatron Core's linear layers. After `linear_fc2`, the layers of latent attention, and then
-the projections of layers with states."""
+"""Last parts of the names of Megatron Core's linear layers. Those of latent attention follow `linear_fc2`, and the last
+two belong to layers with states."""
 
 
 class MegatronPeftConfig(AdapterConfig):

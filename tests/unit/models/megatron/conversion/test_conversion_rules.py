@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import hf_config, hf_model
-from transformers import GPT2Config, PretrainedConfig
+from transformers import AutoConfig, GPT2Config, PretrainedConfig
 
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
 from nemo_rl.models.megatron.conversion import parts, rules
@@ -29,7 +29,8 @@ from nemo_rl.models.megatron.conversion.parts import (
     global_name,
 )
 from nemo_rl.models.megatron.conversion.rules import FAMILIES, hub_tensors, rules_for
-from nemo_rl.models.megatron.conversion.sources import sources
+from nemo_rl.models.megatron.conversion.sources import DequantizedFiles, sources
+from nemo_rl.models.megatron.model.families import text_part
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.fast
@@ -218,6 +219,30 @@ def test_a_scalar_head_is_read_if_present(saved, tmp_path) -> None:
     parts = _sources(config, folder, has_scalar_head=True)["output_layer.weight"]
     assert [part.name for part in parts] == ["score.weight"]
     assert rules_for(config, has_scalar_head=True).hub_names()[-1] == "score.weight"
+
+
+def test_the_text_model_of_a_checkpoint_for_images_is_read_alone(saved, tmp_path, caplog) -> None:
+    """As in the files of Qwen3.5."""
+    config, text = hf_config("qwen3_5_text"), load_file(saved / "qwen3_5_text/model.safetensors")
+    stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in text.items()}
+    others = {"model.visual.blocks.0.norm1.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
+    (tmp_path / "model").mkdir()
+    save_file(stored | others, tmp_path / "model/model.safetensors")
+    with caplog.at_level(logging.INFO):
+        files = DequantizedFiles(weight_files(tmp_path / "model"), config)
+    found = sources(rules_for(config), files, tmp_path / "model")
+    names = {part.name for parts in found.values() for part in parts}
+    assert names == text.keys() and all(torch.equal(files.read(name), text[name]) for name in names)
+    assert "1 tensors for images are left out" in caplog.text
+
+
+def test_the_text_part_of_a_configuration_for_images_is_trained() -> None:
+    whole = AutoConfig.for_model("qwen3_5_moe", text_config=hf_config("qwen3_5_moe_text").to_dict())
+    text = text_part(whole)
+    assert text.model_type == "qwen3_5_moe_text" and text.architectures == ["Qwen3_5MoeForCausalLM"]
+    assert len(rules_for(text).by_parameter) == len(rules_for(hf_config("qwen3_5_moe_text")).by_parameter)
+    other = AutoConfig.for_model("gemma3")
+    assert text_part(other) is other
 
 
 def test_only_files_of_the_index_are_read(saved, tmp_path) -> None:
