@@ -149,9 +149,8 @@ def _layer(config: Any, own: dict[str, Tensor]) -> dict[str, Any]:
         if f"self_attn.q_proj.{kind}" in own:
             parts = [own[f"self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
             groups = [part.unflatten(0, (config.num_key_value_heads, -1)) for part in parts]
-            if len(parts[0]) == 2 * config.num_attention_heads * config.head_dim:  # queries and gates of each head
-                both = groups[0].unflatten(1, (-1, 2, config.head_dim))
-                groups[0] = both.transpose(1, 2).flatten(1, 3)
+            if hasattr(config, "linear_num_key_heads"):  # queries and gates of each head
+                groups[0] = groups[0].unflatten(1, (-1, 2, config.head_dim)).transpose(1, 2).flatten(1, 3)
             out[f"self_attention.linear_qkv.{kind}"] = torch.cat(groups, 1).flatten(0, 1)
         for old in ("mlp.", "mlp.shared_experts.", "mlp.shared_expert."):
             if f"{old}gate_proj.{kind}" in own:

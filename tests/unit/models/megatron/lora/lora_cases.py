@@ -27,11 +27,13 @@ LAYERS = {
     "gemma3_text": ("o_proj", "down_proj"),
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
                     "down_proj"),
-    "qwen3_next_dense": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
                          "up_proj", "down_proj"),
-    "nemotron_h_dense": ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+    "nemotron_h": ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
 }  # fmt: skip
 TARGETS: dict[str, list[str]] = {"gemma3_text": ["linear_proj", "linear_fc2"]}
+_FUSED = ("deepseek_v3", "qwen3_next", "nemotron_h")
+"""Kinds with one tensor for all experts of a layer."""
 _PARAMETERS = ("lora_A", "lora_B")
 _SHARING = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"), ("in_proj_ba", "in_proj_qkvz"))
 
@@ -74,7 +76,7 @@ def _with_adapters(kind: str, hf: Any) -> tuple[Any, dict[str, Any]]:
 
     hf.requires_grad_(False)
     names = [n for n, m in hf.named_modules() if type(m) is torch.nn.Linear and n.rpartition(".")[2] in LAYERS[kind]]
-    if kind == "deepseek_v3":
+    if kind in _FUSED:
         for name in names:
             layer = hf.get_submodule(name)
             register_parametrization(layer, "weight", _LowRank(*layer.weight.shape))
@@ -120,10 +122,10 @@ def train_reference(kind: str) -> Trained:
         adam.zero_grad()
     trained.last = {name: value.detach().clone() for name, value in values.items()}
     trained.logits = logits_of(adapted)
-    if kind == "deepseek_v3":
+    if kind in _FUSED:
         for name in layers:
             remove_parametrizations(adapted.get_submodule(name), "weight")
-    merged = adapted if kind == "deepseek_v3" else adapted.merge_and_unload()
+    merged = adapted if kind in _FUSED else adapted.merge_and_unload()
     # Files of Nemotron-H have another prefix than the modules.
     prefix = "backbone." if kind.startswith("nemotron_h") else "model."
     state = merged.state_dict().items()
@@ -302,7 +304,7 @@ def run_case(
 
 def _fused(kind: str, exported: dict[str, Tensor]) -> int:
     """Return tensors of experts, which transformers keeps under other names."""
-    return sum(".mlp.experts." in name for name in exported)
+    return sum(".experts." in name for name in exported)
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:

@@ -32,13 +32,13 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "cp": ("llama", {"cp": 2}),
     "dp overlap": ("qwen2", DISTRIBUTED),
     "latent tp sp": ("deepseek_v3", SP),
-    "delta net tp sp": ("qwen3_next_dense", SP),
-    "delta net cp": ("qwen3_next_dense", {"cp": 2}),
-    "mamba tp sp": ("nemotron_h_dense", SP),
+    "delta net tp sp": ("qwen3_next", SP),
+    "delta net cp": ("qwen3_next", {"cp": 2}),
+    "mamba tp sp": ("nemotron_h", SP),
     "norm after tp sp": ("gemma3_text", SP),
     "recomputed tp sp": ("llama", {**SP, "activation_checkpointing": True}),
 }
-KINDS = ("llama", "qwen2", "gemma3_text", "deepseek_v3", "qwen3_next_dense", "nemotron_h_dense")
+KINDS = ("llama", "qwen2", "gemma3_text", "deepseek_v3", "qwen3_next", "nemotron_h")
 
 
 def references(rank: int, world: int) -> dict[str, Any]:
