@@ -9,8 +9,9 @@ for heads before the convolution, so each rank computes whole rows of some heads
 Invariant: a sequence of a packed row gets the outputs that it gets in a row of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, override
 
 import torch
@@ -95,11 +96,9 @@ class PortableDeltaNet(GatedDeltaNet):
         projected, _ = self.in_proj(hidden_states)
         order = self._order(packed_seq_params, len(projected))
         if order is not None:
-            own_heads = common._build_head_perm_for_split_sections(
-                self.in_proj_split_sections, self.cp_size, projected.device
-            )
+            by_rank = _shares(self.in_proj_split_sections, self.cp_size).to(projected.device)
             projected = tensor_a2a_cp2hp(
-                projected.index_select(-1, own_heads), 0, -1, self.pg_collection.cp, undo_attention_load_balancing=False
+                projected.index_select(-1, by_rank), 0, -1, self.pg_collection.cp, undo_attention_load_balancing=False
             ).index_select(0, order)
         qkv, gate, beta, alpha = projected.transpose(0, 1).split(self.feat_dim_split, dim=-1)
         scanned = self._scan(qkv, beta, alpha, packed_seq_params)
@@ -200,6 +199,13 @@ class HeadNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         return (weight * wide.to(x.dtype) * F.silu(gate.float())).to(x.dtype)
+
+
+@lru_cache(maxsize=8)
+def _shares(sizes: Sequence[int], ranks: int) -> Tensor:
+    """Return the channels of several blocks in the order of ranks, each of which has a share of every block, int64."""
+    blocks = torch.arange(sum(sizes)).split(list(sizes))
+    return torch.cat([block.view(ranks, -1) for block in blocks], dim=1).flatten()
 
 
 @contextmanager
