@@ -127,10 +127,10 @@ def block_rows(name: str, layout: "RowLayout") -> tuple[int, slice] | None:
     Returns:
         None if the tensor is not a block of a parameter with several blocks.
     """
-    from nemo_rl.models.megatron.conversion.parts import Blocks, ByHeads
+    from nemo_rl.models.megatron.conversion.parts import ByHeads
 
     found = _BLOCK.search(name)
-    if found is None or not isinstance(layout, Blocks | ByHeads):
+    if found is None or not isinstance(layout, ByHeads):
         return None
     sizes = layout.sizes
     block = next(each for each in _BLOCKS if len(each) == len(sizes) and found[0][1:] in each).index(found[0][1:])
@@ -140,9 +140,9 @@ def block_rows(name: str, layout: "RowLayout") -> tuple[int, slice] | None:
 
 def stored_blocks(layout: "RowLayout") -> dict[str, int]:
     """Return the number of rows of each stored block of a projection, by its name. None for other layers."""
-    from nemo_rl.models.megatron.conversion.parts import Blocks, ByHeads
+    from nemo_rl.models.megatron.conversion.parts import ByHeads
 
-    if not isinstance(layout, Blocks | ByHeads):
+    if not isinstance(layout, ByHeads):
         return {}
     names = next(each for each in _BLOCKS if len(each) == len(layout.sizes))
     return dict(zip(names, layout.sizes, strict=True))

@@ -114,26 +114,6 @@ class Grouped:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Layout of one part with several blocks of rows, where each shard has its share of the first block, and so on."""
-
-    sizes: tuple[int, ...]
-    """Number of rows of each block of the whole part."""
-
-    def part_rows(self, num_rows: int) -> list[int]:
-        """Return the number of rows of the part."""
-        return [num_rows]
-
-    def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
-        """Yield the shard's share of each block."""
-        at = 0
-        for size in self.sizes:
-            rows = size // num_shards
-            yield Segment(0, at + shard * rows, at + (shard + 1) * rows)
-            at += size
-
-
-@dataclass(frozen=True)
 class HeadRows:
     """Rows of a part that heads have in common distances."""
 
@@ -176,6 +156,12 @@ class ByHeads:
             count, size = (1, share * each.size) if each.size == each.distance else (share, each.size)
             for start in range(first, first + count * each.distance, each.distance):
                 yield Segment(each.part, start, start + size)
+
+
+def blocks(*sizes: int) -> ByHeads:
+    """Return the layout of one part with several blocks of rows, where each shard has its share of each block."""
+    firsts = (sum(sizes[:place]) for place in range(len(sizes)))
+    return ByHeads(tuple(HeadRows(0, first, 1, size, 1) for first, size in zip(firsts, sizes, strict=True)))
 
 
 class TensorSource(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_rl.models.huggingface.sizes import head_size
-from nemo_rl.models.megatron.conversion.parts import Blocks, ByHeads, Grouped, HeadRows, Part, Rule, Stacked
+from nemo_rl.models.megatron.conversion.parts import ByHeads, Grouped, HeadRows, Part, Rule, Stacked, blocks
 from nemo_rl.models.megatron.model.families import qwen_sparse_layers, sparse_layers
 from nemo_rl.utils.errors import ConfigError
 
@@ -220,7 +220,7 @@ def _delta_net(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rul
     names = ("qkvz", "ba") if fused else ("qkv", "z", "b", "a")
     layout = _delta_rows_by_key(keys, values // keys, key, value) if fused else _delta_rows(keys, values, key, value)
     yield Rule(f"{ours}in_proj.weight", tuple(Part(f"{theirs}in_proj_{name}.weight") for name in names), layout, dim=0)
-    convolved = Blocks((keys * key, keys * key, values * value))
+    convolved = blocks(keys * key, keys * key, values * value)
     yield Rule(f"{ours}conv1d.weight", (Part(f"{theirs}conv1d.weight"),), convolved, dim=0)
     for name in ("A_log", "dt_bias"):
         yield _same(f"{ours}{name}", f"{theirs}{name}", dim=0, full_precision=True)
@@ -310,7 +310,7 @@ def _mamba(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
     """Yield the rules of a Mamba-2 layer. Ranks divide each block of its input projection and of its convolution."""
     heads = config.mamba_num_heads
     inner, state = heads * config.mamba_head_dim, config.n_groups * config.ssm_state_size
-    projected, convolved = Blocks((inner, inner, state, state, heads)), Blocks((inner, state, state))
+    projected, convolved = blocks(inner, inner, state, state, heads), blocks(inner, state, state)
     yield Rule(f"{ours}in_proj.weight", (Part(f"{theirs}in_proj.weight"),), projected, dim=0)
     for kind in ("weight", "bias"):
         yield Rule(f"{ours}conv1d_{kind}", (Part(f"{theirs}conv1d.{kind}"),), convolved, dim=0)

@@ -37,8 +37,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn,
 
 from nemo_rl.models.attention.kernels import CachedPass
 from nemo_rl.models.huggingface.recurrent import without_borders
-from nemo_rl.models.megatron.model.layers import divided_row, divided_sequences, parameter_device
-from nemo_rl.models.megatron.model.sequences import bounds_of, sequence_groups
+from nemo_rl.models.megatron.model.layers import (
+    bounds_of,
+    divided_row,
+    divided_sequences,
+    parameter_device,
+    sequence_groups,
+)
 
 
 def delta_net_spec(engine: bool) -> ModuleSpec:

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from nemo_rl.models.attention.kernels import CachedPass
 from nemo_rl.models.megatron.model.family import Hybrid
-from nemo_rl.models.megatron.model.layers import divided_row, divided_sequences
-from nemo_rl.models.megatron.model.sequences import bounds_of, sequence_groups
+from nemo_rl.models.megatron.model.layers import bounds_of, divided_row, divided_sequences, sequence_groups
 
 _HAS_KERNELS = find_spec("mamba_ssm") is not None and find_spec("causal_conv1d") is not None
 

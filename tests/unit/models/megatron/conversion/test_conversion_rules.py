@@ -19,13 +19,13 @@ from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
 from nemo_rl.models.megatron.conversion import parts, rules
 from nemo_rl.models.megatron.conversion import sources as sources_module
 from nemo_rl.models.megatron.conversion.parts import (
-    Blocks,
     ByHeads,
     Grouped,
     HeadRows,
     Part,
     RowLayout,
     Stacked,
+    blocks,
     global_name,
 )
 from nemo_rl.models.megatron.conversion.rules import FAMILIES, hub_tensors, rules_for
@@ -93,7 +93,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
 
 
 LAYOUTS = [
-    *(Stacked(), Stacked(2), Grouped(1, 3), Grouped(4, 3), Grouped(2, 4, gated=True), Blocks((16, 24, 8))),
+    *(Stacked(), Stacked(2), Grouped(1, 3), Grouped(4, 3), Grouped(2, 4, gated=True), blocks(16, 24, 8)),
     ByHeads((HeadRows(0, 0, 1, 8, 4), HeadRows(0, 1, 3, 8, 4), HeadRows(1, 0, 2, 8, 2))),
 ]
 
