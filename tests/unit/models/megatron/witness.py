@@ -38,6 +38,8 @@ class Sequences:
         return torch.stack([self._own(row) for row in padded])
 
     def _own(self, sequence: Tensor) -> Tensor:
+        if self._ranks == 1:
+            return sequence
         chunks = sequence.chunk(2 * self._ranks)
         return torch.cat([chunks[self._rank], chunks[-1 - self._rank]])
 
