@@ -101,7 +101,7 @@ class PortableDeltaNet(GatedDeltaNet):
         projected, _ = self.in_proj(hidden_states)
         order = self._order(packed_seq_params, len(projected))
         if order is not None:
-            by_rank = _shares(self.in_proj_split_sections, self.cp_size).to(projected.device)
+            by_rank = _shares(self.in_proj_split_sections, self.cp_size, projected.device)
             projected = tensor_a2a_cp2hp(
                 projected.index_select(-1, by_rank), 0, -1, self.pg_collection.cp, undo_attention_load_balancing=False
             ).index_select(0, order)
@@ -207,9 +207,9 @@ class HeadNorm(nn.Module):
 
 
 @lru_cache(maxsize=8)
-def _shares(sizes: Sequence[int], ranks: int) -> Tensor:
+def _shares(sizes: Sequence[int], ranks: int, device: torch.device) -> Tensor:
     """Return the channels of several blocks in the order of ranks, each of which has a share of every block, int64."""
-    blocks = torch.arange(sum(sizes)).split(list(sizes))
+    blocks = torch.arange(sum(sizes), device=device).split(list(sizes))
     return torch.cat([block.view(ranks, -1) for block in blocks], dim=1).flatten()
 
 
