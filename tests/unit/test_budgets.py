@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 94_200, "all": 119_200}
+LINES = {"core": 94_800, "all": 119_800}
 FILES = {"core": 527, "all": 687}
 FOLDERS = 87
 SHORT_FILES = 47

@@ -147,7 +147,7 @@ class Qwen3Next(Family):
         return DeltaNets(tuple(kind == "linear_attention" for kind in hf_config.layer_types))
 
     def _experts(self, hf: PretrainedConfig) -> dict[str, Any]:
-        """Return the fields of experts with a shared expert, whose output is gated; none for a dense model."""
+        """Return the fields of experts with a shared expert, whose output is gated. A dense model has none."""
         sparse = qwen_sparse_layers(hf)
         if not any(sparse):
             require(hf, "mlp_only_layers", not getattr(hf, "num_experts", 0), "no layer has experts")
