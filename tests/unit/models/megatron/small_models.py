@@ -79,7 +79,7 @@ _DELTA = {
 _QWEN_EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48,
+    "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 40,
 }
 _LLAMA3 = {
@@ -121,7 +121,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h_dense": ("nemotron_h", _NEMOTRON),
     "qwen3_next": ("qwen3_next", _DELTA | _QWEN_EXPERTS | {"mlp_only_layers": [0]}),
     "qwen3_next_dense": ("qwen3_next", _DELTA | {"num_experts": 0, "tie_word_embeddings": True}),
-    "qwen3_5_text": ("qwen3_5_text", _DELTA | {"linear_num_value_heads": 4}),
+    "qwen3_5_text": ("qwen3_5_text", _DELTA | {"linear_num_value_heads": 12}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", _DELTA | _QWEN_EXPERTS),
     "gemma3_text": (
         "gemma3_text",
