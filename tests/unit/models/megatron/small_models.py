@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", _DELTA | _QWEN_EXPERTS | {"mlp_only_layers": [0]}),
     "qwen3_next_dense": ("qwen3_next", _DELTA | {"num_experts": 0, "tie_word_embeddings": True}),
     "qwen3_5_text": ("qwen3_5_text", _DELTA | {"linear_num_value_heads": 12}),
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", _DELTA | _QWEN_EXPERTS),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", _DELTA | _QWEN_EXPERTS | {"linear_num_value_heads": 4}),
     "gemma3_text": (
         "gemma3_text",
         {"sliding_window": 3, "head_dim": 32, "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
