@@ -32,8 +32,11 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout  # noqa: E402
 from nemo_rl.models.megatron.mesh_check import check_mesh  # noqa: E402
 
 LIMIT = 1e-5
-WITH_EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "nemotron_h", "gpt_oss")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *WITH_EXPERTS)
+WITH_EXPERTS = (
+    *("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "nemotron_h", "gpt_oss"),
+    *("qwen3_next", "qwen3_5_moe_text"),
+)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_5_text", *WITH_EXPERTS)
 ROUNDING = "transformers"
 """Row of transformers' own model in float32, which shows the effect of rounding alone."""
 SP = {"tp": 2, "sp": True}

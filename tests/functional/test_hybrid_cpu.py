@@ -27,7 +27,6 @@ OVERRIDES = (
     "grpo.val_period=0",
     "checkpointing.enabled=false",
     "policy.generation.max_new_tokens=24",
-    "policy.optimizer.kwargs.lr=3e-3",
     "data.default.env_name=reward",
     "env={reward: {function: digit_reward.share_of_digits}}",
 )
@@ -78,17 +77,35 @@ def save_hybrid(folder: Path, name: str) -> None:
     save_tiny_checkpoint(folder, AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer)
 
 
+DTENSOR = ("grpo_math_cpu.yaml", "policy.optimizer.kwargs.lr=3e-3")
+MEGATRON = (
+    "grpo_math_cpu_megatron.yaml",
+    "policy.megatron_cfg.optimizer.lr=3e-3",
+    "policy.megatron_cfg.optimizer.min_lr=3e-3",
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "precision", "largest_error"),
-    [("dense", "float32", 1.001), ("experts", "float32", 1.001), ("delta", "bfloat16", 1.06)],
+    ("name", "precision", "largest_error", "backend"),
+    [
+        pytest.param("dense", "float32", 1.001, DTENSOR, id="dense-float32-1.001"),
+        pytest.param("experts", "float32", 1.001, DTENSOR, id="experts-float32-1.001"),
+        pytest.param("delta", "bfloat16", 1.06, DTENSOR, id="delta-bfloat16-1.06"),
+        pytest.param("delta", "bfloat16", 1.06, MEGATRON, id="delta-megatron"),
+    ],
 )
 def test_a_random_model_learns_to_write_digits(
-    start_example: StartExample, tmp_path: Path, name: str, precision: str, largest_error: float
+    start_example: StartExample,
+    tmp_path: Path,
+    name: str,
+    precision: str,
+    largest_error: float,
+    backend: tuple[str, ...],
 ) -> None:
     save_hybrid(tmp_path / "model", name)
     shutil.copy(Path(__file__).with_name("digit_reward.py"), tmp_path)
     model = (f"policy.model_name={tmp_path / 'model'}", f"policy.precision={precision}")
-    run = start_example("run_grpo.py", "grpo_math_cpu.yaml", *model, *OVERRIDES)
+    run = start_example("run_grpo.py", *backend, *model, *OVERRIDES)
     assert run.finish(540) == 0, run.log()[-3000:]
     metrics = of_training(read_metrics(run.log_dir))
     rewards = [metrics["train", step, "reward"] for step in range(1, STEPS + 1)]

@@ -127,12 +127,9 @@ _HOLDS = {
 
 
 _OTHER_FAMILIES = {
-    r"Nemotron-3-|Nemotron-Nano-(9B|12B)-v2|Nemotron-H-": "nemotron_h",
-    r"Qwen3\.5-": "qwen3_5",
-    r"Qwen3-Next-": "qwen3_next",
-    r"GLM-(4\.[5-9]|5)": "glm4_moe and its successors",
-    r"Kimi-K2": "kimi_k2",
-    r"MiniMax-M": "minimax",
+    r"GLM-5": "glm_moe_dsa",
+    r"Kimi-K2\.[5-9]": "kimi_k25",
+    r"MiniMax-(M1|Text)": "minimax",
     r"gemma-4-": "gemma4",
 }
 """Families that the backend does not train, by names of published models."""

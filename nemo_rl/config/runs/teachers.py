@@ -44,7 +44,7 @@ def _at_temperature(section: TeacherConfig, policy: PolicyConfig) -> TeacherConf
 def _section(given: OnPolicyDistillationConfig, name: str, policy: PolicyConfig) -> TeacherConfig:
     model = given.teacher_model_by_agent_name[name]
     values = policy.model_dump(exclude=set(_OF_TRAINING))
-    values["model_name"] = model
+    values |= {"model_name": model, "trust_remote_code": False}
     values["tokenizer"] = {**values["tokenizer"], "name": model}
     values["dtensor_cfg"]["lora_cfg"]["enabled"] = False
     values["megatron_cfg"]["peft"]["enabled"] = False

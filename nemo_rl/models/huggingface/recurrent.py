@@ -333,7 +333,7 @@ def _by_sequence(core: Callable[..., Any], spec: Core) -> Callable[..., Any]:
             hidden = exchange.to_tokens(hidden, spec.axis, heads)
         return (hidden, None) if state else hidden  # training does not use the last state
 
-    setattr(by_sequence, _MARK, True)
+    setattr(by_sequence, _MARK, core)
     return by_sequence
 
 
@@ -346,6 +346,12 @@ def _in_tree(core: Callable[..., Any], spec: Core, tree: PrefixTree, bound: insp
     if spec.states is None:
         refuse_shared(core.__name__)
     return scan(core, bound, spec.inputs, spec.axis, spec.states, tree)
+
+
+def without_borders(core: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of transformers as it was before `respect_borders`."""
+    own: Callable[..., Any] = getattr(core, _MARK, core)
+    return own
 
 
 def _in_groups(core: Callable[..., Any], spec: Core, groups: SequenceGroups, bound: inspect.BoundArguments) -> Any:

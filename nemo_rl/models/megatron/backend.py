@@ -30,6 +30,7 @@ from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.megatron.inputs import RankInputs, rank_inputs, row_order
+from nemo_rl.models.megatron.model.families import text_part
 from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
 from nemo_rl.models.megatron.release import require_megatron_core
 from nemo_rl.models.training.inputs import ModelInputs
@@ -309,7 +310,7 @@ class MegatronBackend(TorchBackend):
 def _model_config(config: PolicyConfig) -> PretrainedConfig:
     """Load the model's configuration, which for a reward model is a sequence classifier with one label."""
     model_folder(config.model_name)  # first, so that one rank per machine contacts the hub
-    hf_config = load_model_config(config.model_name, config.hf_config_overrides)
+    hf_config = text_part(load_model_config(config.model_name, config.hf_config_overrides))
     if config.reward_model_cfg.enabled:
         classes: Any = AutoModelForSequenceClassification._model_mapping
         hf_config.architectures = [classes[type(hf_config)].__name__]

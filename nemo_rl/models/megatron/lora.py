@@ -23,7 +23,7 @@ weights. Base plus `adapter/` is the merged model.
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TERowParallelLinear
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -51,10 +52,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nemo_rl.config.schema.model.megatron import MegatronPeftConfig
+from nemo_rl.config.schema.model.megatron import MEGATRON_LINEAR_LAYERS, MegatronPeftConfig
 from nemo_rl.files.regular_file import read_text
 from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, CONFIG_FILE, peft_config, peft_key, write_adapter
 from nemo_rl.models.huggingface.load import torch_dtype
+from nemo_rl.models.megatron.checkpoints.folder import stored_blocks
 from nemo_rl.models.megatron.conversion.holdings import Groups, held_tensors
 from nemo_rl.models.megatron.conversion.parts import Part, Rule, global_name
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
@@ -95,6 +97,9 @@ class Adapter:
     """Whether the tensor-parallel ranks have different tokens outside of divided layers."""
     gated: bool
     """Whether the layer's rows are those of gate followed by those of up."""
+    blocks: Mapping[str, int]
+    """Numbers of this rank's rows of each block of the layer, by the block's name in a checkpoint. Empty if the layer
+    is no projection of several blocks."""
     scaling: float
     """Factor of the adapter's output, `alpha / dim`."""
     dropout: float
@@ -177,6 +182,9 @@ def _adapted(linear: Any) -> type[nn.Module]:
             if self.adapter.gated:
                 whole, singleton = found[f"{prefix}lora_B"], metadata.get("singleton_local_shards", False)
                 found[f"{prefix}lora_B"] = apply_swiglu_sharded_factory(whole, sharded_offsets, singleton)
+            if blocks := self.adapter.blocks:
+                parts = list(blocks.values()), list(blocks)
+                found[f"{prefix}lora_B"] = _split_tensor_factory(found[f"{prefix}lora_B"], *parts, 0)
             return found
 
     return Adapted
@@ -207,7 +215,7 @@ def apply_lora(
         for own, module in list(model.named_modules()):
             name = global_name(own, numbers, 0)
             if name in names:
-                _adapt(module, name, model.config, config, seed)
+                _adapt(module, rules.by_parameter[f"{name}.weight"], model.config, config, seed)
         if model.pre_process:
             # # The embedding is frozen, but recomputed layers have gradients only if its output requires a gradient.
             model.embedding.register_forward_hook(_with_gradient)
@@ -222,9 +230,9 @@ def apply_lora(
 
 def linear_layers(rules: Rules) -> list[str]:
     """Return the names of the whole model's linear layers that support adapters, in model order."""
-    weights = [rule.parameter for rule in rules.by_parameter.values() if rule.expert is None]
-    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    return [name for name in names if name.rpartition(".")[2].startswith("linear_")]
+    known = (rule for rule in rules.by_parameter.values() if rule.expert is None and not rule.without_adapter)
+    names = [rule.parameter.removesuffix(".weight") for rule in known if rule.parameter.endswith(".weight")]
+    return [name for name in names if name.rpartition(".")[2] in MEGATRON_LINEAR_LAYERS]
 
 
 def adapted_modules(chunks: Sequence[nn.Module]) -> dict[str, Any]:
@@ -273,10 +281,14 @@ class MergedWeights:
         return weight
 
 
-def _adapt(module: nn.Module, name: str, options: TransformerConfig, config: MegatronPeftConfig, seed: int) -> None:
-    """Add an adapter to a layer."""
+def _adapt(module: nn.Module, rule: Rule, options: TransformerConfig, config: MegatronPeftConfig, seed: int) -> None:
+    """Add an adapter to a layer.
+
+    Args:
+        rule: rule of the layer's weight.
+    """
     layer: Any = module
-    group = Groups.current().tensor
+    name, group = rule.parameter.removesuffix(".weight"), Groups.current().tensor
     divided: Literal["rows", "columns"] | None = None
     if isinstance(module, _COLUMN_PARALLEL):
         divided = "rows"
@@ -288,6 +300,7 @@ def _adapt(module: nn.Module, name: str, options: TransformerConfig, config: Meg
         group,
         sequence_parallel=options.sequence_parallel and group.size() > 1,
         gated=options.gated_linear_unit and name.endswith(".linear_fc1"),
+        blocks={block: rows // group.size() for block, rows in stored_blocks(rule.layout).items()},
         scaling=config.alpha / config.dim,
         dropout=config.dropout,
         dropout_position=config.dropout_position,
@@ -333,7 +346,7 @@ def save_adapter(
     tensors = {
         peft_key(name): keep(f"adapter.{name}", tensor) for name, tensor in _hub_adapters(chunks, rules, names).items()
     }
-    hub = dict.fromkeys(name for layer in names for name in _hub_layers(rules.by_parameter[f"{layer}.weight"]))
+    hub = dict.fromkeys(name for layer in names for name in _hub_layers(rules, layer))
     fused = any(rule.expert is not None for rule in rules.by_parameter.values())
     described = peft_config(config, base_name, list(hub), fused_experts=fused)
     return partial(write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
@@ -364,9 +377,10 @@ def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
         )
 
 
-def _hub_layers(rule: Rule) -> list[str]:
-    """Return the names of the hub layers that a layer of Megatron Core combines."""
-    return [part.name.removesuffix(".weight") for part in rule.parts]
+def _hub_layers(rules: Rules, name: str) -> list[str]:
+    """Return the names in transformers of the layers that a layer of Megatron Core combines."""
+    parts = rules.by_parameter[f"{name}.weight"].parts
+    return [rules.module_name(part.name.removesuffix(".weight")) for part in parts]
 
 
 @torch.no_grad()
@@ -383,7 +397,7 @@ def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str
         own[a] = Rule(a, (Part(a),), dim=1 if weight.dim == 1 else None)
         own[b] = Rule(
             b,
-            tuple(Part(f"{layer}.lora_B") for layer in _hub_layers(weight)),
+            tuple(Part(f"{layer}.lora_B") for layer in _hub_layers(rules, name)),
             weight.layout,
             dim=0 if weight.dim == 0 else None,
         )
@@ -392,6 +406,6 @@ def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str
     whole = everywhere(ReadableWeights(weights, device), dist.group.WORLD)
     found = {name: tensor.to("cpu", copy=True) for name, tensor in whole}
     for name in names:
-        shared, layers = found.pop(f"{name}.lora_A"), _hub_layers(rules.by_parameter[f"{name}.weight"])
+        shared, layers = found.pop(f"{name}.lora_A"), _hub_layers(rules, name)
         found |= {f"{layer}.lora_A": shared.clone() for layer in layers}
     return found

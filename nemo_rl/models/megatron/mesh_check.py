@@ -31,6 +31,7 @@ from nemo_rl.models.training.mesh_rules import (
 )
 
 _WITH_MAMBA = ("nemotron_h",)
+_WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _DIVIDED_KINDS = ("linear_attention", "mlp", "moe")
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
@@ -55,13 +56,15 @@ def check_mesh(
         )
         return
     if layout.tp > 1:
-        yield from mesh.indivisible("tp", chain(divided_layers(mesh), _mamba_layers(mesh), vocabulary(mesh)))
+        yield from mesh.indivisible("tp", chain(divided_layers(mesh), _recurrent_layers(mesh), vocabulary(mesh)))
     yield from _check_sequence_parallel(mesh, asked, trains=section == "policy")
     yield from check_experts(mesh)
     yield from _check_expert_parts(mesh)
     yield from _check_dispatcher(mesh, asked)
-    yield from check_context(mesh, _DIVIDED_KINDS if mesh.model.model_type in _WITH_MAMBA else ())
+    divisible = mesh.model.model_type in (*_WITH_MAMBA, *_WITH_DELTA_NETS)
+    yield from check_context(mesh, _DIVIDED_KINDS if divisible else ())
     yield from _check_mamba_context(mesh)
+    yield from _check_delta_context(mesh)
     yield from _check_pipeline(mesh, asked)
 
 
@@ -86,11 +89,23 @@ def _check_sequence_parallel(mesh: Mesh, asked: MegatronConfig, *, trains: bool)
         )
 
 
-def _mamba_layers(mesh: Mesh) -> Iterator[Divided]:
-    """Yield the parts of Mamba-2 layers that tensor-parallel ranks divide."""
+def _recurrent_layers(mesh: Mesh) -> Iterator[Divided]:
+    """Yield the parts of layers with states that tensor-parallel ranks divide."""
     if mesh.model.model_type in _WITH_MAMBA:
         yield from mesh.divided("heads of the Mamba-2 layers", "mamba_num_heads")
         yield from mesh.divided("groups of heads of the Mamba-2 layers", "n_groups")
+    if mesh.model.model_type in _WITH_DELTA_NETS:
+        yield from mesh.divided("heads of keys of the gated delta nets", "linear_num_key_heads")
+
+
+def _check_delta_context(mesh: Mesh) -> Findings:
+    """Check that context-parallel ranks can exchange tokens for heads in gated delta nets."""
+    if mesh.layout.cp == 1 or mesh.model.model_type not in _WITH_DELTA_NETS:
+        return
+    tp, given = mesh.layout.tp, mesh.model.linear_num_key_heads
+    each = f"of each of the {tp} tensor-parallel ranks in gated delta nets" if tp > 1 else "of the gated delta nets"
+    if given % tp == 0:
+        yield from mesh.indivisible("cp", [Divided(f"heads of keys {each} (linear_num_key_heads)", given // tp)])
 
 
 def _check_mamba_context(mesh: Mesh) -> Findings:
@@ -369,7 +384,7 @@ class MeshPlace(RankMemory):
             size = getattr(model, "head_dim", None) or self.trace.hidden // model.num_attention_heads
             queries = model.num_attention_heads * size
             numbers += queries + model.num_key_value_heads * size + queries * self.work.on_cpu
-        width = model.intermediate_size
+        width = self._count("intermediate_size")
         if self.trace.layers[index].experts:
             routed = model.num_experts_per_tok + self._count("n_shared_experts")
             width = routed * self._count("moe_intermediate_size", "intermediate_size")

@@ -76,21 +76,16 @@ class MegatronTraining(FolderBackend):
         from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.huggingface.load import load_model_config
         from nemo_rl.models.megatron.mesh_check import check_mesh
-        from nemo_rl.models.megatron.model.model_check import (
-            check_adapters,
-            check_expressible,
-            check_mtp,
-            check_options,
-        )
+        from nemo_rl.models.megatron.model.families import text_part
+        from nemo_rl.models.megatron.model.model_check import check_expressible, check_mtp, check_options
 
-        model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
+        model = text_part(load_model_config(policy.model_name, policy.hf_config_overrides, section))
         report_findings(check_mesh(policy, layout, model, section))
         report_findings(check_draft(policy))
         fields = check_expressible(model)
         options = check_options(f"{section}.megatron_cfg", policy.megatron_cfg, fields)
         of_experts = check_adapters_of_experts(section, policy.megatron_cfg, fields)
-        adapters = check_adapters(section, policy, model)
-        report_findings(chain(options, check_mtp(section, policy, model), of_experts, adapters))
+        report_findings(chain(options, check_mtp(section, policy, model), of_experts))
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
         """Return that only rows of plain token ids are accepted (`TrainingBackend.accepted_rows`)."""

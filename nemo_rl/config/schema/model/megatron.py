@@ -157,8 +157,11 @@ MEGATRON_LINEAR_LAYERS = (
     "linear_q_up_proj",
     "linear_kv_down_proj",
     "linear_kv_up_proj",
+    "in_proj",
+    "out_proj",
 )
-"""Last parts of the names of Megatron Core's linear layers. Those after `linear_fc2` belong to latent attention."""
+"""Last parts of the names of Megatron Core's linear layers. Those of latent attention follow `linear_fc2`, and the last
+two belong to layers with states."""
 
 
 class MegatronPeftConfig(AdapterConfig):
@@ -170,8 +173,8 @@ class MegatronPeftConfig(AdapterConfig):
 
     target_modules: list[str] = Field(default_factory=list)
     """Layers to adapt, as last parts of Megatron Core's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, the
-    layers of latent attention), longer names or wildcards; an empty list: all layers but exclude_modules. Routed
-    experts and the output head have no adapters."""
+    layers of latent attention, in_proj and out_proj of layers with states), longer names or wildcards; an empty list:
+    all layers but exclude_modules. Routed experts and the output head have no adapters."""
     lora_A_init_method: Literal["xavier", "uniform"] = "xavier"
     """Initial values of A: Glorot's normal distribution, or uniform within 1 / sqrt(inputs)."""
     lora_B_init_method: Annotated[

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.megatron.model.families import text_part
 from nemo_rl.models.megatron.model.model_check import check_expressible
 from nemo_rl.models.training.mesh_rules import Divided, Mesh, divided_layers, routed_experts, vocabulary
 from nemo_rl.utils.errors import ConfigError
@@ -19,7 +20,7 @@ from nemo_rl.utils.errors import ConfigError
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Check that the engine can serve the model (`registry.EngineKind.check`)."""
     key = "policy.generation.backend=megatron"
-    model = load_model_config(policy.model_name, policy.hf_config_overrides)
+    model = text_part(load_model_config(policy.model_name, policy.hf_config_overrides))
     try:
         check_expressible(model, generates=True)
     except ConfigError as error:

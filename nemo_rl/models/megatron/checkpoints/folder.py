@@ -31,6 +31,8 @@ from nemo_rl.utils.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from nemo_rl.models.megatron.conversion.parts import RowLayout
+
 _BROKEN = (OSError, RuntimeError, ValueError, KeyError, AssertionError, EOFError)
 
 
@@ -89,9 +91,17 @@ _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
 """Name by which Megatron Core stores the transformer layer of a multi-token-prediction layer."""
 _HALF = re.compile(r"_[wv]$")
 """Suffixes of the stored names of gate and up, the two halves of one parameter."""
-_BLOCK = re.compile(r"(\.in_proj\.weight|\.conv1d\.weight|\.conv1d\.bias)\.(?:z|x|B|C|dt)$")
-"""Stored names of the blocks of a Mamba-2 layer's parameters."""
-_IN_ORDER = ("_w", "_v", ".z", ".x", ".B", ".C", ".dt")
+_MAMBA_CONVOLUTION = re.compile(r"\.conv1d\.(weight|bias)(?=\.(?:x|B|C)$)")
+_BLOCK = re.compile(r"(?:(?<=weight)|(?<=bias)|(?<=lora_B))\.(?:z|x|B|C|dt|query|key|value|beta|alpha)$")
+"""Suffixes of the stored names of the blocks of a parameter in a Mamba-2 layer or gated delta net."""
+_BLOCKS = (
+    ("z", "x", "B", "C", "dt"),
+    ("x", "B", "C"),
+    ("query", "key", "value", "z", "beta", "alpha"),
+    ("query", "key", "value"),
+)
+"""Names of the blocks of each parameter that is stored in blocks, in order."""
+_IN_ORDER = ("_w", "_v", ".query", ".key", ".value", ".z", ".x", ".B", ".C", ".dt", ".beta", ".alpha")
 """Suffixes in the order of the parts in their parameter."""
 
 
@@ -101,11 +111,42 @@ def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for name in names:
-        whole = _BLOCK.sub(r"\1", _HALF.sub("", name)).replace(".conv1d.", ".conv1d_")
+        whole = _BLOCK.sub("", _MAMBA_CONVOLUTION.sub(r".conv1d_\1", _HALF.sub("", name)))
         parameter = own_name(whole.replace(".experts.experts.", ".experts.local_experts."))
         parameter = _MTP_LAYER.sub(r"\1mtp_model_layer.", parameter)
         found.setdefault(parameter, []).append(name)
     return {parameter: sorted(kept, key=_order) for parameter, kept in found.items()}
+
+
+def block_rows(name: str, layout: "RowLayout") -> tuple[int, slice] | None:
+    """Return the number of rows of an undivided parameter, and the rows of a stored block in it.
+
+    Args:
+        name: name of the stored tensor.
+        layout: rows of the parameter.
+
+    Returns:
+        None if the tensor is not a block of a parameter with several blocks.
+    """
+    from nemo_rl.models.megatron.conversion.parts import ByHeads
+
+    found = _BLOCK.search(name)
+    if found is None or not isinstance(layout, ByHeads):
+        return None
+    sizes = layout.sizes
+    block = next(each for each in _BLOCKS if len(each) == len(sizes) and found[0][1:] in each).index(found[0][1:])
+    first = sum(sizes[:block])
+    return sum(sizes), slice(first, first + sizes[block])
+
+
+def stored_blocks(layout: "RowLayout") -> dict[str, int]:
+    """Return the number of rows of each stored block of a projection, by its name. None for other layers."""
+    from nemo_rl.models.megatron.conversion.parts import ByHeads
+
+    if not isinstance(layout, ByHeads):
+        return {}
+    names = next(each for each in _BLOCKS if len(each) == len(layout.sizes))
+    return dict(zip(names, layout.sizes, strict=True))
 
 
 def _order(name: str) -> int:

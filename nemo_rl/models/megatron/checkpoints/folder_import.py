@@ -31,10 +31,11 @@ from nemo_rl.models.huggingface.folders import TOKENIZER_FILES, require_empty
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder, weight_files
 from nemo_rl.models.megatron.checkpoints import ITERATION
-from nemo_rl.models.megatron.checkpoints.folder import by_parameter, hub_tensors_of
+from nemo_rl.models.megatron.checkpoints.folder import block_rows, by_parameter, hub_tensors_of
 from nemo_rl.models.megatron.conversion.parts import Part
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
 from nemo_rl.models.megatron.conversion.sources import DequantizedFiles, listed, sources
+from nemo_rl.models.megatron.model.families import text_part
 from nemo_rl.models.megatron.parallel import start_model_parallel, stop_model_parallel
 from nemo_rl.utils.errors import CheckpointError
 
@@ -63,7 +64,7 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
         ConfigError: the model is unknown, or Megatron Core cannot train it.
     """
     require_empty(target)
-    config, folder = load_model_config(model_name), model_folder(model_name)
+    config, folder = text_part(load_model_config(model_name)), model_folder(model_name)
     described = {"model_name": model_name} | _SECTIONS
     policy = PolicyConfig.build(**described, generation=None)
     rules = rules_for(config, has_scalar_head=is_classifier(config))
@@ -106,12 +107,16 @@ class _Values:
         if parameter not in self._stored:
             raise CheckpointError(f"The files have no tensor for {parameter}.")
         rule, parts, half = self._rules.by_parameter[parameter], self._stored[parameter], _HALVES.get(name[-2:])
+        block = block_rows(name, rule.layout)
         num_rows = len(like) if half is None else 2 * len(like)
+        num_rows = num_rows if block is None else block[0]
         whole = torch.empty(num_rows, *like.shape[1:], dtype=like.dtype)
         require_shapes(whole, rule, parts, self._files, num_shards=1)
         asked = dict(enumerate(parts)) if half is None else {half: parts[half]}
         fill(whole, rule, asked, self._files, Groups.current())
         self._missing -= {(parameter, part.name) for part in asked.values()}
+        if block is not None:
+            return whole[block[1]]
         return whole if half is None else whole.chunk(2)[half]
 
     def progress(self, weights: Path) -> StillWaiting:

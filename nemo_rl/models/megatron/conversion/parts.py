@@ -77,10 +77,13 @@ class Grouped:
     """Number of query heads that share a key head."""
     head_dim: int
     """Number of rows of a head."""
+    gated: bool = False
+    """Whether attention has gates. The query part has the rows of each query head before those of its gate, and the
+    parameter has the rows of a key head's query heads before those of their gates."""
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        return (self.queries_per_group * self.head_dim, self.head_dim, self.head_dim)
+        return (self.queries_per_group * self.head_dim * (1 + self.gated), self.head_dim, self.head_dim)
 
     def part_rows(self, num_rows: int) -> list[int]:
         """Return the numbers of query, key and value rows."""
@@ -92,31 +95,73 @@ class Grouped:
         group_rows = sum(self._sizes)
         for group in range(first // group_rows, -(-last // group_rows)):
             at = group * group_rows
-            for part, size in enumerate(self._sizes):
-                start, stop = max(first - at, 0), min(last - at, size)
+            for whole in self._group(group):
+                start, stop = max(first - at, 0), min(last - at, whole.num_rows)
                 if start < stop:
-                    yield Segment(part, group * size + start, group * size + stop)
-                at += size
+                    yield Segment(whole.part, whole.start + start, whole.start + stop)
+                at += whole.num_rows
+
+    def _group(self, group: int) -> Iterator[Segment]:
+        """Yield the rows of a key head's query heads, of their gates, of the key head, and of its value head."""
+        queries, size = range(group * self.queries_per_group, (group + 1) * self.queries_per_group), self.head_dim
+        if self.gated:
+            for place in (0, size):
+                yield from (Segment(0, 2 * head * size + place, (2 * head + 1) * size + place) for head in queries)
+        else:
+            yield Segment(0, queries.start * size, queries.stop * size)
+        for part in (1, 2):
+            yield Segment(part, group * size, (group + 1) * size)
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Layout of one part with several blocks of rows, where each shard has its share of the first block, and so on."""
+class HeadRows:
+    """Rows of a part that heads have in common distances."""
 
-    sizes: tuple[int, ...]
-    """Number of rows of each block of the whole part."""
+    part: int
+    """Index of the part in the rule."""
+    first: int
+    """First row of the first head."""
+    size: int
+    """Number of adjacent rows of each head."""
+    heads: int
+    """Number of heads."""
+    distance: int
+    """Number of rows from one head to the next."""
+
+
+@dataclass(frozen=True)
+class ByHeads:
+    """Layout of rows of heads, where each shard has its share of the heads of the first rows, then of the second."""
+
+    rows: tuple[HeadRows, ...]
+    """Rows of the whole parameter, in order."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of rows of each block of the whole parameter."""
+        return tuple(each.size * each.heads for each in self.rows)
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """Return the number of rows of the part."""
-        return [num_rows]
+        """Return the number of rows of each part."""
+        sizes: dict[int, int] = {}
+        for each in self.rows:
+            sizes[each.part] = sizes.get(each.part, 0) + each.size * each.heads
+        return [sizes[part] for part in sorted(sizes)]
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
-        """Yield the shard's share of each block."""
-        at = 0
-        for size in self.sizes:
-            rows = size // num_shards
-            yield Segment(0, at + shard * rows, at + (shard + 1) * rows)
-            at += size
+        """Yield the rows of the shard's heads. Adjacent heads form one segment."""
+        for each in self.rows:
+            share = each.heads // num_shards
+            first = each.first + shard * share * each.distance
+            count, size = (1, share * each.size) if each.size == each.distance else (share, each.size)
+            for start in range(first, first + count * each.distance, each.distance):
+                yield Segment(each.part, start, start + size)
+
+
+def blocks(*sizes: int) -> ByHeads:
+    """Return the layout of one part with several blocks of rows, where each shard has its share of each block."""
+    firsts = (sum(sizes[:place]) for place in range(len(sizes)))
+    return ByHeads(tuple(HeadRows(0, first, 1, size, 1) for first, size in zip(firsts, sizes, strict=True)))
 
 
 class TensorSource(Protocol):
@@ -208,6 +253,8 @@ class Rule:
     """Locations in files whose tensors hold all experts of a layer; used instead of `parts` for such files."""
     full_precision: bool = False
     """Whether the parameter keeps its dtype if weights are sent in another dtype."""
+    without_adapter: bool = False
+    """Whether the parameter is the weight of a layer whose adapters PEFT does not load."""
     copy_of_tied: bool = False
     """Whether the parameter is the last pipeline stage's copy of a tied weight, which is not exported."""
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_rl.models.huggingface.sizes import head_size
-from nemo_rl.models.megatron.conversion.parts import Blocks, Grouped, Part, Rule, Stacked
-from nemo_rl.models.megatron.model.families import sparse_layers
+from nemo_rl.models.megatron.conversion.parts import ByHeads, Grouped, HeadRows, Part, Rule, Stacked, blocks
+from nemo_rl.models.megatron.model.families import qwen_sparse_layers, sparse_layers
 from nemo_rl.utils.errors import ConfigError
 
 type LayerRules = Callable[[Any, int, str, str], Iterator[Rule]]
@@ -102,6 +102,20 @@ class NemotronLayers(Layers):
         yield from rules[kind](config, number, f"{ours}{place}.", f"{theirs}mixer.")
 
 
+class DeltaLayers(Layers):
+    """Rules of the layers of Qwen3-Next and Qwen3.5, of which some have a gated delta net in place of attention."""
+
+    def _of(self, config: PretrainedConfig, number: int, ours: str) -> Iterator[Rule]:
+        if config.layer_types[number] == "full_attention":
+            yield from super()._of(config, number, ours)
+            return
+        theirs = f"{self.layer_prefix}{number}."
+        for parameter, name in self.norms.items():
+            yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
+        yield from _delta_net(config, number, f"{ours}self_attention.", f"{theirs}linear_attn.")
+        yield from self.mlp(config, number, f"{ours}mlp.", f"{theirs}{self.mlp_name}.")
+
+
 def _same(parameter: str, name: str, dim: int | None = None, **values: Any) -> Rule:
     return Rule(parameter, (Part(name),), dim=dim, **values)
 
@@ -116,11 +130,12 @@ def _attention(
     has_output_bias: bool | None = None,
     normed_heads: bool = False,
     has_sinks: bool = False,
+    has_gates: bool = False,
 ) -> Iterator[Rule]:
     """Yield the rules of attention with grouped heads. If a bias is None, the value of the configuration is used."""
     configured = bool(getattr(config, "attention_bias", False))
     head_dim = head_size(config)
-    groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim)
+    groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim, has_gates)
     for kind in ("weight", "bias") if (configured if qkv_bias is None else qkv_bias) else ("weight",):
         parts = tuple(Part(f"{theirs}{name}_proj.{kind}") for name in "qkv")
         yield Rule(f"{ours}linear_qkv.{kind}", parts, groups, dim=0)
@@ -182,12 +197,64 @@ def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
 
 def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
     """Yield the rules of a router with experts, or of a dense layer, as configured for this layer."""
-    sparse = config.num_experts > 0 and (number + 1) % config.decoder_sparse_step == 0
-    if number in config.mlp_only_layers or not sparse:
+    if not qwen_sparse_layers(config)[number]:
         yield from _gated_mlp(config, number, ours, theirs)
         return
     yield _same(f"{ours}router.weight", f"{theirs}gate.weight")
     yield from _experts(config.num_experts, ours, theirs)
+
+
+def _qwen_shared_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of `_qwen_moe` and, in layers with experts, of a shared expert whose output is gated."""
+    yield from _qwen_moe(config, number, ours, theirs)
+    if qwen_sparse_layers(config)[number]:
+        yield from _gated_mlp(config, number, f"{ours}shared_experts.", f"{theirs}shared_expert.")
+        yield _same(f"{ours}shared_experts.gate_weight", f"{theirs}shared_expert_gate.weight")
+
+
+def _delta_net(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules of a gated delta net. Ranks divide the heads of each block of its parameters."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim
+    fused = config.model_type == "qwen3_next"
+    names = ("qkvz", "ba") if fused else ("qkv", "z", "b", "a")
+    layout = _delta_rows_by_key(keys, values // keys, key, value) if fused else _delta_rows(keys, values, key, value)
+    yield Rule(f"{ours}in_proj.weight", tuple(Part(f"{theirs}in_proj_{name}.weight") for name in names), layout, dim=0)
+    convolved = blocks(keys * key, keys * key, values * value)
+    yield Rule(f"{ours}conv1d.weight", (Part(f"{theirs}conv1d.weight"),), convolved, dim=0)
+    for name in ("A_log", "dt_bias"):
+        yield _same(f"{ours}{name}", f"{theirs}{name}", dim=0, full_precision=True)
+    yield _same(f"{ours}out_norm.weight", f"{theirs}norm.weight")
+    yield _same(f"{ours}out_proj.weight", f"{theirs}out_proj.weight", dim=1)
+
+
+def _delta_rows(keys: int, values: int, key: int, value: int) -> ByHeads:
+    """Return the rows q | k | v | z | b | a, of parts that have q | k | v, z, b and a (Qwen3.5).
+
+    Args:
+        keys: number of heads of keys.
+        values: number of heads of values.
+        key: width of a head of keys.
+        value: width of a head of values.
+    """
+    of_keys = (HeadRows(0, first, key, keys, key) for first in (0, keys * key))
+    of_values = (HeadRows(0, 2 * keys * key, value, values, value), HeadRows(1, 0, value, values, value))
+    return ByHeads((*of_keys, *of_values, HeadRows(2, 0, 1, values, 1), HeadRows(3, 0, 1, values, 1)))
+
+
+def _delta_rows_by_key(keys: int, share: int, key: int, value: int) -> ByHeads:
+    """Return the rows q | k | v | z | b | a, of parts that have q | k | v | z and b | a of each key head (Qwen3-Next).
+
+    Args:
+        keys: number of heads of keys.
+        share: number of heads of values for each head of keys.
+        key: width of a head of keys.
+        value: width of a head of values.
+    """
+    sizes = (key, key, share * value, share * value)
+    firsts = (sum(sizes[:place]) for place in range(len(sizes)))
+    fused = (HeadRows(0, first, size, keys, sum(sizes)) for first, size in zip(firsts, sizes, strict=True))
+    return ByHeads((*fused, *(HeadRows(1, place, share, keys, 2 * share) for place in (0, share))))
 
 
 def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
@@ -243,14 +310,15 @@ def _mamba(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
     """Yield the rules of a Mamba-2 layer. Ranks divide each block of its input projection and of its convolution."""
     heads = config.mamba_num_heads
     inner, state = heads * config.mamba_head_dim, config.n_groups * config.ssm_state_size
-    projected, convolved = Blocks((inner, inner, state, state, heads)), Blocks((inner, state, state))
+    projected, convolved = blocks(inner, inner, state, state, heads), blocks(inner, state, state)
     yield Rule(f"{ours}in_proj.weight", (Part(f"{theirs}in_proj.weight"),), projected, dim=0)
     for kind in ("weight", "bias"):
         yield Rule(f"{ours}conv1d_{kind}", (Part(f"{theirs}conv1d.{kind}"),), convolved, dim=0)
     for name in ("A_log", "D", "dt_bias"):
         yield _same(f"{ours}{name}", f"{theirs}{name}", dim=0, full_precision=True)
     yield _same(f"{ours}norm.weight", f"{theirs}norm.weight", dim=0)
-    yield _same(f"{ours}out_proj.weight", f"{theirs}out_proj.weight", dim=1)
+    # PEFT refuses this layer of Mamba models, because fused kernels read its weight (huggingface/peft, pull 2562).
+    yield _same(f"{ours}out_proj.weight", f"{theirs}out_proj.weight", dim=1, without_adapter=True)
 
 
 def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
@@ -274,6 +342,10 @@ FAMILIES: dict[str, Layers] = {
     "qwen2": Layers(partial(_attention, qkv_bias=True, has_output_bias=False), _gated_mlp),
     "qwen3": Layers(partial(_attention, normed_heads=True), _gated_mlp),
     "qwen3_moe": Layers(partial(_attention, normed_heads=True), _qwen_moe),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        DeltaLayers(partial(_attention, normed_heads=True, has_gates=True), _qwen_shared_moe),
+    ),
     "deepseek_v3": Layers(_latent_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
     "glm4_moe": Layers(_grouped_biased_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
     "glm4_moe_lite": Layers(_latent_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
@@ -294,6 +366,8 @@ HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
 OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_LAYERS_OF_MODULES = "model.layers."
+"""Name of the list of layers in the causal language models of transformers."""
 _MTP = "mtp."
 """Prefix of multi-token-prediction layers of families that do not number them among the other layers."""
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -315,6 +389,12 @@ class Rules:
     """Whether the head is the embedding (tied)."""
     has_scalar_head: bool
     """Whether the head is a reward model's scalar head."""
+    layer_prefix: str
+    """Hub name of the list of layers."""
+
+    def module_name(self, name: str) -> str:
+        """Return the name of a layer among the modules of transformers, given the name in the hub's files."""
+        return name.replace(self.layer_prefix, _LAYERS_OF_MODULES, 1)
 
     def bundles(self) -> list[list[Rule]]:
         """Return lists of rules in model order. A list has all experts that share a hub tensor, or a single rule."""
@@ -379,7 +459,8 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False, num
         head,
     ]
     by_parameter = {rule.parameter: rule for rule in rules}
-    return Rules(by_parameter, hf_config.num_hidden_layers, num_mtp_layers, layers.embedding, tied, has_scalar_head)
+    counts = hf_config.num_hidden_layers, num_mtp_layers
+    return Rules(by_parameter, *counts, layers.embedding, tied, has_scalar_head, layers.layer_prefix)
 
 
 def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:

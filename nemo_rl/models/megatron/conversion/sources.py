@@ -7,6 +7,9 @@ every parameter has its tensors. Otherwise an error names the tensors that do no
 is published in float8 with one scale per block of 128 x 128 values, and GPT-OSS with MXFP4 experts. Invariant: only the
 blocks that overlap a requested part are read, and the values are those of the dequantisation in `transformers`.
 
+It also gives the tensors of a text model in a checkpoint for images the names of the text model alone (Qwen3.5), and
+leaves out the other tensors.
+
 The module does not import megatron.
 """
 
@@ -104,6 +107,25 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 _EXPONENT_BIAS = 127
 
 
+_OF_TEXT, _OF_IMAGES = "model.language_model.", "model.visual."
+
+
+def _text_names(stored: Iterable[str]) -> dict[str, str]:
+    """Return the names of a text model's tensors, with their names in the files.
+
+    In files for images, the text model has a prefix, and tensors of the vision tower are left out.
+    """
+    stored = list(stored)
+    if not any(name.startswith(_OF_TEXT) for name in stored):
+        return {name: name for name in stored}
+    kept = [name for name in stored if not name.startswith(_OF_IMAGES)]
+    if len(kept) < len(stored):
+        logger.info(
+            "%d tensors for images are left out: the text model is trained and exported alone.", len(stored) - len(kept)
+        )
+    return {name.replace(_OF_TEXT, "model.", 1): name for name in kept}
+
+
 class DequantizedFiles(TensorFiles):
     """Read tensors of files as dequantized weights, without the tensors of scales.
 
@@ -117,10 +139,13 @@ class DequantizedFiles(TensorFiles):
         self, files: Iterable[Path], hf_config: PretrainedConfig, file_of: Mapping[str, Path] | None = None
     ) -> None:
         super().__init__(files, file_of)
+        self._stored = _text_names(self._names)
+        """Name in the files, by name."""
+        self.file_of |= {name: self.file_of[stored] for name, stored in self._stored.items()}
         described: Any = getattr(hf_config, "quantization_config", None) or {}
         described = described if isinstance(described, dict) else described.to_dict()
         self._block_size: tuple[int, int] = tuple(described.get("weight_block_size") or _BLOCK_SIZE)
-        stored = self.file_of.keys()
+        stored = self._stored.keys()
         self._float8 = {name for name in stored if name + _FACTORS in stored}
         stems = {name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)}
         self._mxfp4 = {stem for stem in stems if stem + _EXPONENTS in stored}
@@ -129,8 +154,12 @@ class DequantizedFiles(TensorFiles):
     def __iter__(self) -> Iterator[str]:
         hidden = {name + _FACTORS for name in self._float8}
         hidden |= {name + suffix for name in self._mxfp4 for suffix in (_BLOCKS, _EXPONENTS)}
-        yield from (name for name in super().__iter__() if name not in hidden)
+        yield from (name for name in self._stored if name not in hidden)
         yield from self._mxfp4
+
+    @override
+    def _slice(self, name: str) -> Any:
+        return super()._slice(self._stored.get(name, name))
 
     def like(self, name: str) -> Tensor:
         """Return a meta tensor of the stored shape. Dequantised tensors are float32."""

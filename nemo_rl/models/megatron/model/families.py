@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.huggingface.recurrent import time_step_limits
 from nemo_rl.models.megatron.model.family import (
+    DeltaNets,
     Family,
     Hybrid,
     LayerTraits,
@@ -89,17 +90,12 @@ class Qwen3Moe(Family):
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
         require_no_biases(hf_config, "attention_bias", "mlp_bias")
-        require(
-            hf_config, "decoder_sparse_step", hf_config.decoder_sparse_step > 0, "every so many layers have experts"
-        )
         require_choice(hf_config, hf_config.num_experts, normalised=hf_config.norm_topk_prob)
-        layers = range(hf_config.num_hidden_layers)
-        step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
-        has_experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
+        has_experts = [int(has) for has in qwen_sparse_layers(hf_config)]
         require(hf_config, "mlp_only_layers", any(has_experts), "no layer has experts")
         return (
             decoder_fields(hf_config)
-            | window_fields(hf_config.sliding_window, [True] * len(layers))
+            | window_fields(hf_config.sliding_window, [True] * len(has_experts))
             | {
                 "qk_layernorm": True,
                 "num_moe_experts": hf_config.num_experts,
@@ -110,6 +106,74 @@ class Qwen3Moe(Family):
                 "moe_router_pre_softmax": not hf_config.norm_topk_prob,
             }
         )
+
+
+class Qwen3Next(Family):
+    """Qwen3-Next and Qwen3.5, dense or with experts: gated delta nets, and attention whose output is gated."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+    @override
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
+        keys, values = hf_config.linear_num_key_heads, hf_config.linear_num_value_heads
+        divided = values % keys == 0
+        require(hf_config, "linear_num_value_heads", divided, f"the {keys} heads of keys do not divide them")
+        return (
+            decoder_fields(hf_config)
+            | self._experts(hf_config)
+            | {
+                "qk_layernorm": True,
+                "layernorm_zero_centered_gamma": True,
+                "attention_output_gate": True,
+                "linear_conv_kernel_dim": hf_config.linear_conv_kernel_dim,
+                "linear_key_head_dim": hf_config.linear_key_head_dim,
+                "linear_value_head_dim": hf_config.linear_value_head_dim,
+                "linear_num_key_heads": keys,
+                "linear_num_value_heads": values,
+            }
+        )
+
+    def rotary(self, hf_config: PretrainedConfig) -> Rotary:
+        """Return the frequencies of the rotated part of a head."""
+        return rotary_of(hf_config, partial_heads=True)
+
+    @override
+    def hybrid(self, hf_config: PretrainedConfig) -> DeltaNets:
+        kinds = ("linear_attention", "full_attention")
+        known = all(kind in kinds for kind in hf_config.layer_types)
+        require(hf_config, "layer_types", known, f"layers are {' or '.join(kinds)}")
+        return DeltaNets(tuple(kind == "linear_attention" for kind in hf_config.layer_types))
+
+    def _experts(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Return the fields of experts with a shared expert, whose output is gated. A dense model has none."""
+        sparse = qwen_sparse_layers(hf)
+        if not any(sparse):
+            require(hf, "mlp_only_layers", not getattr(hf, "num_experts", 0), "no layer has experts")
+            return {}
+        normalised = getattr(hf, "norm_topk_prob", True)
+        require_choice(hf, hf.num_experts, normalised=normalised)
+        shared = hf.shared_expert_intermediate_size
+        require(hf, "shared_expert_intermediate_size", shared > 0, "layers with experts have one for all tokens")
+        return {
+            "num_moe_experts": hf.num_experts,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_layer_freq": [int(has) for has in sparse],
+            "moe_shared_expert_intermediate_size": shared,
+            "moe_shared_expert_gate": True,
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": not normalised,
+        }
+
+
+def qwen_sparse_layers(hf: PretrainedConfig) -> list[bool]:
+    """Return whether each layer of a Qwen model has experts. Models without `decoder_sparse_step` have them in all."""
+    step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None) or ()
+    require(hf, "decoder_sparse_step", step > 0, "every so many layers have experts")
+    some = getattr(hf, "num_experts", 0) > 0
+    return [some and layer not in dense and (layer + 1) % step == 0 for layer in range(hf.num_hidden_layers)]
 
 
 def sparse_layers(hf: PretrainedConfig) -> list[bool]:
@@ -415,11 +479,30 @@ class GptOss(Family):
 
 
 FAMILIES: tuple[Family, ...] = (
-    *(Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe()),
+    *(Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe(), Qwen3Next()),
     *(DeepseekV3(), Glm4Moe(), MiniMaxM2(), NemotronH(), Gemma3(), GptOss()),
 )
 MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))
 """Supported values of `model_type` in `config.json`. `conversion.rules` has rules for each value."""
+
+
+_TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
+"""Values of `model_type` of checkpoints for images whose text model is trained alone, as in transformers."""
+
+
+def text_part(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the text model that transformers loads from these files.
+
+    Checkpoints of Qwen3.5 also have a vision tower, and transformers has a language model that leaves it out. For all
+    other models, the configuration itself is returned.
+    """
+    if hf_config.model_type not in _TEXT_PARTS:
+        return hf_config
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE_MODELS
+
+    text = hf_config.get_text_config()
+    text.architectures = [LANGUAGE_MODELS[text.model_type]]
+    return text
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:

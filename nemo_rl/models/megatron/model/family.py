@@ -51,6 +51,14 @@ class Hybrid:
 
 
 @dataclass(frozen=True)
+class DeltaNets:
+    """Layers with an MLP, of which some have a gated delta net in the place of attention."""
+
+    places: tuple[bool, ...]
+    """Whether each layer has a gated delta net."""
+
+
+@dataclass(frozen=True)
 class Rotary:
     """Rotary position embedding."""
 
@@ -93,7 +101,7 @@ class Family:
         """Return the factor of the token embeddings, or None if there is none."""
         return None
 
-    def hybrid(self, hf_config: PretrainedConfig) -> Hybrid | None:
+    def hybrid(self, hf_config: PretrainedConfig) -> Hybrid | DeltaNets | None:
         """Return the blocks of the layers, or None if every layer has attention and an MLP."""
         return None
 
@@ -103,7 +111,7 @@ def decoder_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     return attention_fields(hf_config) | {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
-        "ffn_hidden_size": hf_config.intermediate_size,
+        "ffn_hidden_size": getattr(hf_config, "intermediate_size", None) or hf_config.moe_intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "gated_linear_unit": True,

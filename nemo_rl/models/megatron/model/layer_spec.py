@@ -4,6 +4,7 @@ Invariant: all layers of a model use the same specification. Both have the same 
 a norm into the next linear layer, the norm's weight has another name (`conversion` handles both).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from nemo_rl.models.megatron.model.family import Hybrid, LayerTraits
+from nemo_rl.models.megatron.model.delta_net import delta_net_spec
+from nemo_rl.models.megatron.model.family import DeltaNets, Hybrid, LayerTraits
 from nemo_rl.models.megatron.model.layers import (
     ExpertRowParallelLinear,
     JointlyNormedAttention,
@@ -37,13 +39,16 @@ from nemo_rl.models.megatron.model.mamba import mamba_spec
 
 __all__ = ["HAVE_TE", "choose_spec", "mtp_spec"]
 
+_NORM_NAME = "input_layernorm."
+"""Prefix of the norm before attention in `sharded_state_dict_keys_map`."""
+
 
 def choose_spec(
     config: TransformerConfig,
     traits: LayerTraits,
     vp_stage: int | None,
     *,
-    hybrid: Hybrid | None = None,
+    hybrid: Hybrid | DeltaNets | None = None,
     separate_norms: bool = False,
 ) -> TransformerBlockSubmodules:
     """Build the specification of one pipeline stage's layers.
@@ -51,7 +56,7 @@ def choose_spec(
     Args:
         config: configuration of the model; `transformer_impl` selects the specification.
         vp_stage: number of the virtual stage; None without virtual stages.
-        hybrid: blocks of the layers, if layers have one block each.
+        hybrid: blocks of the layers, if they are not all attention and an MLP.
         separate_norms: do not fuse norms into the following linear layers, whose inputs adapters need.
     """
     engine = config.transformer_impl == "transformer_engine"
@@ -70,10 +75,36 @@ def choose_spec(
         block.layer_norm = norm
     if hybrid is not None:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-        kinds = hybrid.kinds[first : first + len(block.layer_specs)]
-        specs = zip(kinds, block.layer_specs, strict=True)
-        block.layer_specs = [_with_one_block(spec, kind, mamba_spec(hybrid, engine), norm) for kind, spec in specs]
+        stage = slice(first, first + len(block.layer_specs))
+        block.layer_specs = _with_states(block.layer_specs, hybrid, stage, engine, norm)
     return block
+
+
+def _with_states(
+    specs: Sequence[ModuleSpec], hybrid: Hybrid | DeltaNets, stage: slice, engine: bool, norm: Any
+) -> list[ModuleSpec]:
+    """Return the specifications of layers of which some carry a state from token to token.
+
+    Args:
+        specs: layers with attention and an MLP.
+        stage: the layers of the stage among those of the model.
+        engine: whether linear layers are those of Transformer Engine.
+        norm: class of the norms before blocks.
+    """
+    if isinstance(hybrid, Hybrid):
+        mamba, kinds = mamba_spec(hybrid, engine), hybrid.kinds[stage]
+        return [_with_one_block(spec, kind, mamba, norm) for spec, kind in zip(specs, kinds, strict=True)]
+    delta_net, places = delta_net_spec(engine), hybrid.places[stage]
+    return [_with_mixer(spec, delta_net, norm) if has else spec for spec, has in zip(specs, places, strict=True)]
+
+
+def _with_mixer(spec: ModuleSpec, mixer: ModuleSpec, norm: Any) -> ModuleSpec:
+    """Return the specification of a layer with another block in the place of attention."""
+    layer = spec.submodules
+    # # Checkpoints have the norm's own name, as there is no layer into which Transformer Engine would fuse it.
+    names = {name: stored for name, stored in layer.sharded_state_dict_keys_map.items() if name != _NORM_NAME}
+    own = {"input_layernorm": norm, "self_attention": mixer, "sharded_state_dict_keys_map": names}
+    return replace(spec, submodules=replace(layer, **own))
 
 
 def _with_one_block(spec: ModuleSpec, kind: str, mamba: ModuleSpec, norm: Any) -> ModuleSpec:
@@ -89,11 +120,8 @@ def _with_one_block(spec: ModuleSpec, kind: str, mamba: ModuleSpec, norm: Any) -
         none = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
     else:
         none = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
-    own: dict[str, Any] = {}
-    if kind == "linear_attention":
-        # # Checkpoints have the norm's own name, as there is no layer into which Transformer Engine would fuse it.
-        own = {"input_layernorm": norm, "self_attention": mamba, "sharded_state_dict_keys_map": {}}
-    return replace(spec, submodules=replace(spec.submodules, **none, **own))
+    spec = replace(spec, submodules=replace(spec.submodules, **none))
+    return _with_mixer(spec, mamba, norm) if kind == "linear_attention" else spec
 
 
 def mtp_spec(

@@ -41,9 +41,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, reduce_gradient
 from nemo_rl.models.attention import AttentionPlan, PackedRow, Piece, Scoring, attend
 from nemo_rl.models.attention.kernels import CachedPass
+from nemo_rl.models.huggingface.recurrent import SequenceGroups
 
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Cache of divided rows by the tensor of their boundaries. All layers of a microbatch have the same tensor object."""
+_GROUPS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Cache of `SequenceGroups` by the tensor of their boundaries."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,27 @@ def _divide(bounds: Sequence[int], ranks: int, rank: int, device: torch.device) 
             begin = owner * (bounds[-1] // ranks) + place + (chunk >= ranks) * length
             order.append(torch.arange(begin, begin + length))
     return MegatronDividedRow(AttentionPlan(pieces), torch.cat(order).to(device))
+
+
+def bounds_of(packed: PackedSeqParams) -> Tensor:
+    """Return the start of each sequence in the whole row, and the end of the last sequence, `[S + 1]` int32."""
+    bounds: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return bounds
+
+
+def sequence_groups(bounds: Tensor) -> SequenceGroups | None:
+    """Return the sequences of a packed row, for layers that compute each of them from an empty state.
+
+    Args:
+        bounds: result of `bounds_of`.
+
+    Returns:
+        The sequences in groups of similar lengths, or None if there is only one.
+    """
+    if bounds not in _GROUPS:
+        _GROUPS[bounds] = SequenceGroups.of(bounds)
+    groups: SequenceGroups | None = _GROUPS[bounds]
+    return groups
 
 
 def parameter_device(config: TransformerConfig) -> torch.device:
@@ -225,8 +249,7 @@ class PortableAttention(MegatronModule):
         return attend(query, key, value, plan, scoring).permute(2, 0, 1, 3).flatten(2)
 
     def _packed(self, key: Tensor, value: Tensor, packed: PackedSeqParams) -> tuple[AttentionPlan, Tensor, Tensor]:
-        bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        cp = self._groups.cp
+        bounds, cp = bounds_of(packed), self._groups.cp
         if cp.size() == 1:
             return PackedRow(bounds, packed.max_seqlen_q), key, value
         row = divided_sequences(bounds, cp.size(), cp.rank())

@@ -26,16 +26,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from nemo_rl.models.attention.kernels import CachedPass
-from nemo_rl.models.huggingface.recurrent import SequenceGroups
 from nemo_rl.models.megatron.model.family import Hybrid
-from nemo_rl.models.megatron.model.layers import divided_row, divided_sequences
+from nemo_rl.models.megatron.model.layers import bounds_of, divided_row, divided_sequences, sequence_groups
 
 _HAS_KERNELS = find_spec("mamba_ssm") is not None and find_spec("causal_conv1d") is not None
-_GROUPS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Cache of `SequenceGroups` by the tensor of their boundaries."""
 
 
 def mamba_spec(hybrid: Hybrid, engine: bool) -> ModuleSpec:
@@ -108,7 +104,7 @@ class PortableMamba(MambaMixer):
         ranks, rank = self.cp.cp_group.size(), self.cp.cp_group.rank()
         if packed is None or ranks == 1:
             return None
-        bounds = _bounds(packed)
+        bounds = bounds_of(packed)
         exchanged = divided_row(tokens, ranks, rank, bounds.device).order
         return exchanged.argsort()[divided_sequences(bounds, ranks, rank).order]
 
@@ -137,22 +133,10 @@ class PortableMamba(MambaMixer):
                 norm_before_gate=False,
             )
             return found
-        groups = None if packed is None else _groups_of(_bounds(packed))
+        groups = None if packed is None else sequence_groups(bounds_of(packed))
         rows = [projected] if groups is None else groups.batches(projected, 1)
         outputs = [split_conv1d_scan(row, weights, num_groups, self.chunk_size, self._limits) for row in rows]
         return outputs[0] if groups is None else groups.row(outputs, 1)
-
-
-def _bounds(packed: PackedSeqParams) -> Tensor:
-    bounds: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    return bounds
-
-
-def _groups_of(bounds: Tensor) -> SequenceGroups | None:
-    if bounds not in _GROUPS:
-        _GROUPS[bounds] = SequenceGroups.of(bounds)
-    groups: SequenceGroups | None = _GROUPS[bounds]
-    return groups
 
 
 class GroupedRMSNorm(nn.Module):

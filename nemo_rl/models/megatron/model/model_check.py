@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.models.megatron.conversion.rules import FAMILIES as LAYERS
-from nemo_rl.models.megatron.conversion.rules import Layers
 from nemo_rl.models.megatron.model.families import family_of, sparse_layers
+from nemo_rl.models.megatron.model.family import DeltaNets, Hybrid
 from nemo_rl.utils.errors import ConfigError
 
 _FIXED = (
@@ -43,8 +43,11 @@ _OF_THE_WEIGHTS = (
     "gated_linear_unit",
     "multi_latent_attention",
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "attention_output_gate", "moe_shared_expert_gate"),
 )
 """Fields that cannot be overridden, because they determine the names and shapes of the weights."""
+_WITH_STATES = {Hybrid: "Mamba-2", DeltaNets: "gated delta nets"}
 _READ_QUANTIZED = ("fp8", "mxfp4")
 _SOURCES = ("model_parallel_config.py", "transformer/transformer_config.py")
 _KERNEL_CHOICES = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
@@ -70,9 +73,11 @@ def check_expressible(model: PretrainedConfig, *, generates: bool = False) -> di
     family.rotary(model)
     family.embedding_scale(model)
     _check_files(model)
-    if generates and family.hybrid(model) is not None:
+    hybrid = family.hybrid(model)
+    if generates and hybrid is not None:
         raise ConfigError(
-            f"this engine keeps no states from token to token, and {model.model_type} has Mamba-2 layers with states."
+            f"this engine keeps no states from token to token, and {model.model_type} has layers with states "
+            f"({_WITH_STATES[type(hybrid)]})."
         )
     return fields
 
@@ -135,20 +140,6 @@ def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Fi
         yield f"{key}: a reward model or critic predicts no tokens. Set it to 0."
     if asked.peft.enabled:
         yield f"{key} with {section}.megatron_cfg.peft.enabled=true is not built. Set it to 0."
-
-
-def check_adapters(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Findings:
-    """Yield the reason why adapters of a family would not load with PEFT, if they are configured.
-
-    Args:
-        section: name of the section, such as `policy`.
-    """
-    if policy.megatron_cfg.peft.enabled and LAYERS[model.model_type].layer_prefix != Layers.layer_prefix:
-        yield (
-            f"{section}.megatron_cfg.peft.enabled=true: adapters of {model.model_type} models are not built, because "
-            "the tensors in their files have other names than the modules of transformers. Set it to false, or train "
-            f"adapters with {section}.dtensor_cfg.enabled=true."
-        )
 
 
 def check_overrides(keys: str, overrides: Collection[str], known: Collection[str], kind: str) -> Findings:

@@ -66,6 +66,22 @@ _NEMOTRON = {
     "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 2.5,
 }
+_DELTA = {
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    # With 1e-6, the norm after the rule enlarges the rounding of small values, and float32 exceeds 1e-5.
+    "rms_norm_eps": 1e-3,
+}
+_QWEN_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -103,6 +119,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": ("nemotron_h", _NEMOTRON),
     "nemotron_h_dense": ("nemotron_h", _NEMOTRON),
+    "qwen3_next": ("qwen3_next", _DELTA | _QWEN_EXPERTS | {"mlp_only_layers": [0]}),
+    "qwen3_next_dense": ("qwen3_next", _DELTA | {"num_experts": 0, "tie_word_embeddings": True}),
+    "qwen3_5_text": ("qwen3_5_text", _DELTA | {"linear_num_value_heads": 12}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", _DELTA | _QWEN_EXPERTS | {"linear_num_value_heads": 4}),
     "gemma3_text": (
         "gemma3_text",
         {"sliding_window": 3, "head_dim": 32, "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
@@ -119,9 +139,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Name to model type and what differs from `_COMMON`; the first of a type has the type's name."""
 _WINDOWED = ["sliding_attention", "full_attention"]
+_HALF_LINEAR = ("layer_types", ["linear_attention", "full_attention"])
 _KINDS = {
     "gemma3_text": ("layer_types", _WINDOWED),
     "gpt_oss": ("layer_types", _WINDOWED),
+    **dict.fromkeys(("qwen3_next", "qwen3_next_dense", "qwen3_5_text", "qwen3_5_moe_text"), _HALF_LINEAR),
     "nemotron_h": ("layers_block_type", ["linear_attention", "moe", "full_attention", "mlp"]),
     "nemotron_h_dense": ("layers_block_type", ["linear_attention", "mlp", "full_attention"]),
 }
@@ -155,12 +177,12 @@ def hf_model(
     made = kind.from_config(hf_config(name, **values), dtype=dtype, attn_implementation="eager")
     use_configured_time_steps(made)
     gen = torch.Generator().manual_seed(seed)
-    # Gemma's norms multiply by 1 + weight. Around 2 they make attention so sharp that rounding alone,
-    # also in transformers' own float32, exceeds 1e-5.
-    centre = 0.0 if made.config.model_type == "gemma3_text" else 1.0
     with torch.no_grad():
-        for parameter in made.parameters():
+        for key, parameter in made.named_parameters():
             noise = torch.randn(parameter.shape, generator=gen)
+            # Norms of Gemma and Qwen3-Next multiply by 1 + weight. Around 2 they make attention so sharp that rounding
+            # alone, also in transformers' own float32, exceeds 1e-5.
+            centre = 0.0 if _is_centred_at_zero(made.config.model_type, key) else 1.0
             parameter.copy_(0.1 * noise + centre if parameter.dim() == 1 else 0.1 * noise)
         for key, parameter in made.named_parameters():
             if key.endswith(("A_log", "dt_bias")):  # states last for about 20 tokens
@@ -170,6 +192,13 @@ def hf_model(
                 # Float32 as in the hub's files, whatever the format of the weights.
                 buffer.data = 0.1 * torch.randn(buffer.shape, generator=gen)
     return made.eval()
+
+
+def _is_centred_at_zero(model_type: str, key: str) -> bool:
+    """Return whether a parameter is the weight of a norm that multiplies by 1 + weight."""
+    if model_type.startswith("qwen3_"):
+        return model_type != "qwen3_moe" and key.endswith("norm.weight") and "linear_attn" not in key
+    return model_type == "gemma3_text"
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def check_no_layer_is_upstream_s() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    for name in ("llama", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "nemotron_h"):
+    for name in ("llama", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "nemotron_h", "qwen3_next"):
         for module in chunks_of(name)[0].modules():
             assert not isinstance(module, DotProductAttention | WrappedTorchNorm | torch.nn.RMSNorm)
             assert not type(module).__module__.startswith("transformer_engine"), type(module)
@@ -228,11 +228,29 @@ def check_scans_equal_the_recurrence() -> None:
 
 def check_states_of_packed_rows_would_leak() -> None:
     """Check the reason for `SequenceGroups`: the comparison finds states that pass from sequence to sequence."""
-    from nemo_rl.models.megatron.model import mamba
+    from nemo_rl.models.megatron.model import delta_net, mamba
 
-    with replaced(mamba, "_groups_of", lambda bounds: None):
-        logits, gradients, _ = compare("nemotron_h", packed=True)
-    assert logits > 1e-3 and gradients > 1e-3
+    for file, name in ((mamba, "nemotron_h"), (delta_net, "qwen3_next")):
+        with replaced(file, "sequence_groups", lambda bounds: None):
+            logits, gradients, _ = compare(name, packed=True)
+        assert logits > 1e-3 and gradients > 1e-3
+
+
+def check_packed_sequences_of_any_length() -> None:
+    """Check sequences of one token, and borders within and after the chunks of 64 tokens that the rule computes."""
+    for name in ("qwen3_next", "nemotron_h"):
+        for lengths, mesh in (((1, 70, 3, 1), {}), ((3, 65, 1, 1), TP2_SP), ((4, 68, 8), {"cp": 2})):
+            assert max(compare(name, packed=True, lengths=lengths, **mesh)[:2]) < 1e-5, (name, lengths)
+
+
+def check_norms_of_delta_nets_are_summed_over_ranks() -> None:
+    """Check the reason for `HeadNorm`: Megatron Core does not sum the gradient without sequence parallelism."""
+    from nemo_rl.models.megatron.model import delta_net
+
+    assert max(compare("qwen3_next_dense", packed=True, **TP2)[:2]) < 1e-5
+    with replaced(delta_net, "copy_to_tensor_model_parallel_region", lambda weight, group: weight):
+        logits, gradients, worst = compare("qwen3_next_dense", packed=True, **TP2)
+    assert logits < 1e-5 and gradients > 1e-3 and worst.endswith("out_norm.weight")
 
 
 def check_norms_of_heads_are_joint() -> None:
@@ -263,11 +281,12 @@ def check_dtypes_follow_the_precision() -> None:
     assert {parameter.dtype for parameter in chunk.parameters()} == {torch.bfloat16}
     assert chunk.decoder.layers[1].mlp.router.expert_bias.dtype is torch.float32
     assert chunk.config.bf16 and chunk.config.pipeline_dtype is torch.bfloat16
-    with shared_files(hf_model("nemotron_h", dtype=torch.bfloat16)) as folder:
-        (chunk,) = chunks_of("nemotron_h", torch.bfloat16)
-        load_huggingface([chunk], hf_config("nemotron_h"), folder)
-    wide = {name.split(".")[-1] for name, each in chunk.named_parameters() if each.dtype is torch.float32}
-    assert wide == {"A_log", "D", "dt_bias"}
+    for name, kept in {"nemotron_h": {"A_log", "D", "dt_bias"}, "qwen3_next": {"A_log", "dt_bias"}}.items():
+        with shared_files(hf_model(name, dtype=torch.bfloat16)) as folder:
+            (chunk,) = chunks_of(name, torch.bfloat16)
+            load_huggingface([chunk], hf_config(name), folder)
+        wide = {name.split(".")[-1] for name, each in chunk.named_parameters() if each.dtype is torch.float32}
+        assert wide == kept
 
 
 def check_embeddings_are_scaled_as_rounded_by_transformers() -> None:
@@ -352,7 +371,7 @@ def check_checkpoints_know_what_is_divided() -> None:
     """Check that names and shapes of a sharded checkpoint are those of the whole model, on any mesh."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    for name in ("gemma3_text", "gpt_oss", "deepseek_v3", "minimax_m2", "nemotron_h"):
+    for name in ("gemma3_text", "gpt_oss", "deepseek_v3", "minimax_m2", "nemotron_h", "qwen3_next"):
         shapes = []
         for tp in (1, 2):
             sharded = chunks_of(name, tp=tp, sp=tp == 2)[0].sharded_state_dict()

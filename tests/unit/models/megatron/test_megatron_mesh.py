@@ -73,6 +73,12 @@ HYBRID = {
     "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 40,
 }
+DELTA = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+}
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "heads, query groups": (
@@ -125,6 +131,23 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "nemotron_h: 3 / 2 = 1.5. Nearest sizes that fit the model and 8 ranks: 1.",
             "M.context_parallel_size=4 does not divide the 3 heads of each of the 2 tensor-parallel ranks in Mamba-2 "
             "layers (mamba_num_heads) of nemotron_h: 3 / 4 = 0.75. Nearest sizes that fit the model and 8 ranks: 1.",
+        ],
+    ),
+    "heads of keys of gated delta nets": (
+        DELTA,
+        {"ranks": 4, "tp": 2, "cp": 2},
+        [
+            "M.tensor_model_parallel_size=2 does not divide the 3 heads of keys of the gated delta nets "
+            "(linear_num_key_heads) of qwen3_5_text: 3 / 2 = 1.5. Nearest sizes that fit the model and 4 ranks: 1.",
+        ],
+    ),
+    "heads of keys of gated delta nets, by context-parallel ranks": (
+        DELTA | {"linear_num_key_heads": 2},
+        {"ranks": 4, "tp": 2, "cp": 2},
+        [
+            "M.context_parallel_size=2 does not divide the 1 heads of keys of each of the 2 tensor-parallel ranks in "
+            "gated delta nets (linear_num_key_heads) of qwen3_5_text: 1 / 2 = 0.5. Nearest sizes that fit the model "
+            "and 4 ranks: 1.",
         ],
     ),
     "experts without sequence parallelism": (
@@ -214,8 +237,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"ranks": 2, "tp": 2},
         [
             "policy.model_name=m is a gptj, which M cannot train: there are deepseek_v3, gemma3_text, glm4_moe, "
-            "glm4_moe_lite, gpt_oss, llama, minimax_m2, mistral, nemotron_h, qwen2, qwen3, qwen3_moe. "
-            "Train it with policy.dtensor_cfg.enabled=true and M.enabled=false.",
+            "glm4_moe_lite, gpt_oss, llama, minimax_m2, mistral, nemotron_h, qwen2, qwen3, qwen3_5_moe_text, "
+            "qwen3_5_text, qwen3_moe, qwen3_next. Train it with policy.dtensor_cfg.enabled=true and M.enabled=false.",
         ],
     ),
 }
@@ -237,6 +260,7 @@ def test_each_bad_mesh_gives_its_findings(name: str) -> None:
         (QWEN | {"num_hidden_layers": 5}, {"ranks": 2, "pp": 2, "first": 3}),
         (QWEN | {"num_hidden_layers": 10}, {"ranks": 3, "pp": 3, "virtual": 2, "last": 2}),
         (MOE, {"ranks": 8, "tp": 2, "sp": True, "cp": 2, "ep": 4, "etp": 2}),
+        (DELTA | {"linear_num_key_heads": 4}, {"ranks": 4, "tp": 2, "cp": 2}),
         (MOE, {"ranks": 2, "tp": 2, "section": "teacher"}),
         (MOE, {"ranks": 4, "tp": 2, "sp": True, "ep": 2, "dispatcher": "allgather"}),
         (QWEN, {"ranks": 4, "pp": 2, "dispatcher": "allgather"}),

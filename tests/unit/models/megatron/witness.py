@@ -20,13 +20,13 @@ LENGTHS = (8, 12, 4)
 class Sequences:
     """The sequences of a batch as rows or packed, and this context-parallel rank's part of them."""
 
-    def __init__(self, packed: bool) -> None:
+    def __init__(self, packed: bool, lengths: Sequence[int] = LENGTHS) -> None:
         from megatron.core import parallel_state
 
         gen = torch.Generator().manual_seed(2)
-        self.ids = [torch.randint(0, VOCAB, (length,), generator=gen) for length in LENGTHS]
-        self.cotangents = [torch.randn(length, VOCAB, generator=gen) for length in LENGTHS]
-        self.packed = packed
+        self.ids = [torch.randint(0, VOCAB, (length,), generator=gen) for length in lengths]
+        self.cotangents = [torch.randn(length, VOCAB, generator=gen) for length in lengths]
+        self.packed, self._lengths = packed, lengths
         self._ranks = parallel_state.get_context_parallel_world_size()
         self._rank = parallel_state.get_context_parallel_rank()
 
@@ -38,6 +38,8 @@ class Sequences:
         return torch.stack([self._own(row) for row in padded])
 
     def _own(self, sequence: Tensor) -> Tensor:
+        if self._ranks == 1:
+            return sequence
         chunks = sequence.chunk(2 * self._ranks)
         return torch.cat([chunks[self._rank], chunks[-1 - self._rank]])
 
@@ -48,8 +50,9 @@ class Sequences:
         ids = self.lay_out(self.ids)
         arguments = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": None}
         if self.packed:
-            bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            sizes = {"max_seqlen_q": max(LENGTHS), "max_seqlen_kv": max(LENGTHS), "total_tokens": sum(LENGTHS)}
+            bounds = torch.tensor([0, *self._lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            longest = max(self._lengths)
+            sizes = {"max_seqlen_q": longest, "max_seqlen_kv": longest, "total_tokens": sum(self._lengths)}
             arguments["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, **sizes)
         return arguments
 
@@ -125,6 +128,8 @@ _RENAMED = {
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
     "mlp.down_proj.bias": "mlp.linear_fc2.bias",
     "mlp.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_expert.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
     "mlp.gate.weight": "mlp.router.weight",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
     "mlp.e_score_correction_bias": "mlp.router.expert_bias",
@@ -146,11 +151,37 @@ def _layer(config: Any, own: dict[str, Tensor]) -> dict[str, Any]:
         if f"self_attn.q_proj.{kind}" in own:
             parts = [own[f"self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
             groups = [part.unflatten(0, (config.num_key_value_heads, -1)) for part in parts]
+            if hasattr(config, "linear_num_key_heads"):  # queries and gates of each head
+                groups[0] = groups[0].unflatten(1, (-1, 2, config.head_dim)).transpose(1, 2).flatten(1, 3)
             out[f"self_attention.linear_qkv.{kind}"] = torch.cat(groups, 1).flatten(0, 1)
-        for old, new in (("mlp.", "mlp."), ("mlp.shared_experts.", "mlp.shared_experts.")):
+        for old in ("mlp.", "mlp.shared_experts.", "mlp.shared_expert."):
             if f"{old}gate_proj.{kind}" in own:
+                new = old.replace("expert.", "experts.")
                 out[f"{new}linear_fc1.{kind}"] = own[f"{old}gate_proj.{kind}"], own[f"{old}up_proj.{kind}"]
-    return out | _experts(own)
+    return out | _experts(own) | _delta_net(config, own)
+
+
+def _delta_net(config: Any, own: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the tensors of a gated delta net, with the blocks that ranks divide one by one."""
+    mixer = {key.removeprefix("linear_attn."): each for key, each in own.items() if key.startswith("linear_attn.")}
+    if not mixer:
+        return {}
+    keys = config.linear_num_key_heads
+    key, value = keys * config.linear_key_head_dim, config.linear_num_value_heads * config.linear_value_head_dim
+    if "in_proj_qkvz.weight" in mixer:
+        fused = [mixer[f"in_proj_{name}.weight"].unflatten(0, (keys, -1)) for name in ("qkvz", "ba")]
+        sizes = [size // keys for size in (key, key, value, value)]
+        blocks = [*fused[0].split(sizes, 1), *fused[1].chunk(2, 1)]
+        projected = tuple(block.flatten(0, 1) for block in blocks)
+    else:
+        parts = [mixer[f"in_proj_{name}.weight"] for name in ("z", "b", "a")]
+        projected = (*mixer["in_proj_qkv.weight"].split([key, key, value]), *parts)
+    names = {"norm.weight": "out_norm.weight"} | {name: name for name in ("A_log", "dt_bias", "out_proj.weight")}
+    out: dict[str, Any] = {f"self_attention.{new}": mixer[old] for old, new in names.items() if old in mixer}
+    out["self_attention.in_proj.weight"] = projected
+    if "conv1d.weight" in mixer:
+        out["self_attention.conv1d.weight"] = mixer["conv1d.weight"].split([key, key, value])
+    return out
 
 
 def _experts(own: dict[str, Tensor]) -> dict[str, Any]:
@@ -224,7 +255,12 @@ def chunks_of(model: PreTrainedModel, **megatron: Any) -> list[Any]:
 
 
 def compare(
-    name: str, *, packed: bool, values: dict[str, Any] | None = None, **megatron: Any
+    name: str,
+    *,
+    packed: bool,
+    values: dict[str, Any] | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    **megatron: Any,
 ) -> tuple[float, float, str]:
     """Largest difference of the logits from Hugging Face, that of a gradient, and whose; of this rank's part.
 
@@ -232,6 +268,7 @@ def compare(
         name: one of `small_models.MODELS`.
         packed: rather than padded.
         values: of the Hugging Face configuration.
+        lengths: of the sequences, multiples of twice the context-parallel ranks.
         **megatron: of the section, see `rank_backend.policy_of`.
     """
     from megatron.core import parallel_state
@@ -241,7 +278,7 @@ def compare(
 
     model = hf_model(name, **values or {})
     (chunk,) = chunks_of(model, **megatron)
-    sequences = Sequences(packed)
+    sequences = Sequences(packed, lengths)
     wanted_logits, wanted_gradients = reference(model, sequences)
     wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
     assert unwrap(wrapped) is chunk

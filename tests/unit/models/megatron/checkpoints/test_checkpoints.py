@@ -40,6 +40,7 @@ TP2, DP2, EP2 = Mesh(tp=2), Mesh(distributed=True), Mesh("qwen3_moe", ep=2)
 MTP = Mesh("deepseek_v3", mtp=1)
 REWARD = Mesh(tp=2, sp=True, scores=True)
 HYBRID = Mesh("nemotron_h", tp=2, sp=True, num_layers=4)
+DELTA = Mesh("qwen3_next", tp=2, sp=True)
 
 
 def _resume(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def _resume(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> dict[str, An
         pytest.param(1, Mesh(optimizer="sgd"), id="sgd"),
         pytest.param(2, replace(MTP, pp=2, distributed=True), id="mtp-pp2"),
         pytest.param(2, replace(HYBRID, distributed=True, precision=BF16), id="hybrid-tp2-distributed-bf16"),
+        pytest.param(2, replace(DELTA, distributed=True, precision=BF16), id="delta-tp2-distributed-bf16"),
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(host, tmp_path, num_ranks, mesh):
@@ -121,6 +123,7 @@ def _reshard(rank: int, num_ranks: int, mesh: Mesh, folder: Path, copy: Path) ->
         pytest.param((2, Mesh("qwen2", pp=2)), (2, Mesh("qwen2", tp=2)), id="pp2-tp2-tied"),
         pytest.param((2, replace(MTP, pp=2)), (1, MTP), id="pp2-1-mtp"),
         pytest.param((2, HYBRID), (2, Mesh("nemotron_h", pp=2, num_layers=4)), id="tp2-pp2-hybrid"),
+        pytest.param((2, DELTA), (2, Mesh("qwen3_next", pp=2)), id="tp2-pp2-delta"),
     ],
 )
 def test_another_mesh_reads_every_bit_and_continues_with_the_same_loss(host, tmp_path, before, after):

@@ -31,7 +31,10 @@ MESHES: dict[str, dict[str, int]] = {
     "tp2_pp2_ep2": {"tp": 2, "pp": 2, "ep": 2},
     "tp4": {"tp": 4},  # more ranks than key heads
 }
-MIXTURES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "nemotron_h", "gpt_oss")
+MIXTURES = (
+    *("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "nemotron_h", "gpt_oss"),
+)
 """Families that expert parallelism divides."""
 UNDIVIDED_EXPERTS = ("gpt_oss",)
 """Megatron Core refuses expert-tensor parallelism for experts with biases."""

@@ -13,14 +13,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import hf_config, hf_model
-from transformers import GPT2Config, PretrainedConfig
+from transformers import AutoConfig, GPT2Config, PretrainedConfig
 
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
 from nemo_rl.models.megatron.conversion import parts, rules
 from nemo_rl.models.megatron.conversion import sources as sources_module
-from nemo_rl.models.megatron.conversion.parts import Blocks, Grouped, Part, RowLayout, Stacked, global_name
+from nemo_rl.models.megatron.conversion.parts import (
+    ByHeads,
+    Grouped,
+    HeadRows,
+    Part,
+    RowLayout,
+    Stacked,
+    blocks,
+    global_name,
+)
 from nemo_rl.models.megatron.conversion.rules import FAMILIES, hub_tensors, rules_for
-from nemo_rl.models.megatron.conversion.sources import sources
+from nemo_rl.models.megatron.conversion.sources import DequantizedFiles, sources
+from nemo_rl.models.megatron.model.families import text_part
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.fast
@@ -82,7 +92,13 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
         rules_for(GPT2Config())
 
 
-@pytest.mark.parametrize("layout", [Stacked(), Stacked(2), Grouped(1, 3), Grouped(4, 3), Blocks((16, 24, 8))], ids=str)
+LAYOUTS = [
+    *(Stacked(), Stacked(2), Grouped(1, 3), Grouped(4, 3), Grouped(2, 4, gated=True), blocks(16, 24, 8)),
+    ByHeads((HeadRows(0, 0, 1, 8, 4), HeadRows(0, 1, 3, 8, 4), HeadRows(1, 0, 2, 8, 2))),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
 def test_shards_hold_every_row_of_every_part_once(layout: RowLayout, num_shards: int) -> None:
     num_rows = 2 * 144 if isinstance(layout, Grouped) else 48
@@ -99,6 +115,14 @@ def test_grouped_heads_have_the_layout_of_megatron_core() -> None:
     segments = list(Grouped(2, 1).segments(8, 0, 1))
     rows = [("qkv"[one.part], row) for one in segments for row in range(one.start, one.stop)]
     assert rows == [*zip("qqkv", (0, 1, 0, 0), strict=True), *zip("qqkv", (2, 3, 1, 1), strict=True)]
+
+
+def test_gates_of_attention_have_the_layout_of_megatron_core() -> None:
+    """By hand: query part q0 g0 q1 g1 q2 g2 q3 g3, parameter q0 q1 g0 g1 k0 v0 | q2 q3 g2 g3 k1 v1."""
+    segments = list(Grouped(2, 1, gated=True).segments(12, 0, 1))
+    rows = [("qkv"[one.part], row) for one in segments for row in range(one.start, one.stop)]
+    assert rows[:6] == [*zip("qqqqkv", (0, 2, 1, 3, 0, 0), strict=True)]
+    assert rows[6:] == [*zip("qqqqkv", (4, 6, 5, 7, 1, 1), strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +219,30 @@ def test_a_scalar_head_is_read_if_present(saved, tmp_path) -> None:
     parts = _sources(config, folder, has_scalar_head=True)["output_layer.weight"]
     assert [part.name for part in parts] == ["score.weight"]
     assert rules_for(config, has_scalar_head=True).hub_names()[-1] == "score.weight"
+
+
+def test_the_text_model_of_a_checkpoint_for_images_is_read_alone(saved, tmp_path, caplog) -> None:
+    """As in the files of Qwen3.5."""
+    config, text = hf_config("qwen3_5_text"), load_file(saved / "qwen3_5_text/model.safetensors")
+    stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in text.items()}
+    others = {"model.visual.blocks.0.norm1.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
+    (tmp_path / "model").mkdir()
+    save_file(stored | others, tmp_path / "model/model.safetensors")
+    with caplog.at_level(logging.INFO):
+        files = DequantizedFiles(weight_files(tmp_path / "model"), config)
+    found = sources(rules_for(config), files, tmp_path / "model")
+    names = {part.name for parts in found.values() for part in parts}
+    assert names == text.keys() and all(torch.equal(files.read(name), text[name]) for name in names)
+    assert "1 tensors for images are left out" in caplog.text
+
+
+def test_the_text_part_of_a_configuration_for_images_is_trained() -> None:
+    whole = AutoConfig.for_model("qwen3_5_moe", text_config=hf_config("qwen3_5_moe_text").to_dict())
+    text = text_part(whole)
+    assert text.model_type == "qwen3_5_moe_text" and text.architectures == ["Qwen3_5MoeForCausalLM"]
+    assert len(rules_for(text).by_parameter) == len(rules_for(hf_config("qwen3_5_moe_text")).by_parameter)
+    other = AutoConfig.for_model("gemma3")
+    assert text_part(other) is other
 
 
 def test_only_files_of_the_index_are_read(saved, tmp_path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from witness import _share, difference, global_tensors
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
 from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 from nemo_rl.models.training.interfaces import CheckpointPaths
 
@@ -26,10 +27,15 @@ LAYERS = {
     "gemma3_text": ("o_proj", "down_proj"),
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
                     "down_proj"),
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
+                         "up_proj", "down_proj"),
+    "nemotron_h": ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
 }  # fmt: skip
 TARGETS: dict[str, list[str]] = {"gemma3_text": ["linear_proj", "linear_fc2"]}
+_FUSED = ("deepseek_v3", "qwen3_next", "nemotron_h")
+"""Kinds with one tensor for all experts of a layer."""
 _PARAMETERS = ("lora_A", "lora_B")
-_SHARING = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
+_SHARING = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"), ("in_proj_ba", "in_proj_qkvz"))
 
 
 @dataclass
@@ -70,7 +76,7 @@ def _with_adapters(kind: str, hf: Any) -> tuple[Any, dict[str, Any]]:
 
     hf.requires_grad_(False)
     names = [n for n, m in hf.named_modules() if type(m) is torch.nn.Linear and n.rpartition(".")[2] in LAYERS[kind]]
-    if kind == "deepseek_v3":
+    if kind in _FUSED:
         for name in names:
             layer = hf.get_submodule(name)
             register_parametrization(layer, "weight", _LowRank(*layer.weight.shape))
@@ -97,7 +103,7 @@ def train_reference(kind: str) -> Trained:
             parameter.data = torch.randn(parameter.shape, generator=made).double() * 0.1
     for name, layer in layers.items():
         for sharing, owner in _SHARING:
-            if name.endswith(f".{sharing}"):
+            if name.endswith(f".{sharing}") and name.replace(sharing, owner) in layers:
                 shared = getattr(*_holder(layers[name.replace(sharing, owner)], "lora_A"))
                 setattr(*_holder(layer, "lora_A"), shared)
     values = {
@@ -116,11 +122,14 @@ def train_reference(kind: str) -> Trained:
         adam.zero_grad()
     trained.last = {name: value.detach().clone() for name, value in values.items()}
     trained.logits = logits_of(adapted)
-    if kind == "deepseek_v3":
+    if kind in _FUSED:
         for name in layers:
             remove_parametrizations(adapted.get_submodule(name), "weight")
-    merged = adapted if kind == "deepseek_v3" else adapted.merge_and_unload()
-    trained.merged = {name: tensor.detach() for name, tensor in merged.state_dict().items()}
+    merged = adapted if kind in _FUSED else adapted.merge_and_unload()
+    # Files of Nemotron-H have another prefix than the modules.
+    prefix = "backbone." if kind.startswith("nemotron_h") else "model."
+    state = merged.state_dict().items()
+    trained.merged = {name.replace("model.", prefix, 1): tensor.detach() for name, tensor in state}
     return trained
 
 
@@ -156,7 +165,9 @@ class Policy:
         hub = {
             name.replace(part, "weight"): value.float() for name, value in values.items() if name.endswith(f".{part}")
         }
-        empty = {name: torch.zeros(0) for name in ("model.embed_tokens.weight", "model.norm.weight")}
+        outer = ("model.embed_tokens.weight", "model.norm.weight")
+        norms = [f"{name.partition('mixer')[0]}norm.weight" for name in hub if ".mixer." in name]
+        empty = {name: torch.zeros(0) for name in (*outer, *norms)}
         return _shared_a(hub) if part == "lora_A" else global_tensors(self.hf_config, empty | hub)
 
     def shares(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -245,6 +256,17 @@ def _shared_a(hub: dict[str, Tensor]) -> dict[str, Any]:
         "mlp.down_proj": "mlp.linear_fc2",
         "mlp.shared_experts.gate_proj": "mlp.shared_experts.linear_fc1",
         "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
+        "mlp.shared_expert.gate_proj": "mlp.shared_experts.linear_fc1",
+        "mlp.shared_expert.down_proj": "mlp.shared_experts.linear_fc2",
+        "linear_attn.in_proj_qkvz": "self_attention.in_proj",
+        "linear_attn.out_proj": "self_attention.out_proj",
+        "mixer.in_proj": "self_attention.in_proj",
+        "mixer.q_proj": "self_attention.linear_qkv",
+        "mixer.o_proj": "self_attention.linear_proj",
+        "mixer.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
+        "mixer.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
+        "mixer.up_proj": "mlp.linear_fc1",
+        "mixer.down_proj": "mlp.linear_fc2",
     }
     found = {}
     for name, value in hub.items():
@@ -286,7 +308,7 @@ def run_case(
 
 def _fused(kind: str, exported: dict[str, Tensor]) -> int:
     """Return tensors of experts, which transformers keeps under other names."""
-    return sum(".mlp.experts." in name for name in exported)
+    return sum(".experts." in name for name in exported)
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
@@ -306,4 +328,5 @@ def logits_in_peft(folder: Path, adapter: Path) -> Tensor:
     import peft
 
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    use_configured_time_steps(plain)
     return logits_of(peft.PeftModel.from_pretrained(plain, adapter).eval())

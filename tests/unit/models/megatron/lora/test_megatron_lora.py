@@ -32,10 +32,14 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "cp": ("llama", {"cp": 2}),
     "dp overlap": ("qwen2", DISTRIBUTED),
     "latent tp sp": ("deepseek_v3", SP),
+    "delta net tp sp": ("qwen3_next", SP),
+    "delta net cp": ("qwen3_next", {"cp": 2}),
+    "mamba tp sp": ("nemotron_h", SP),
     "norm after tp sp": ("gemma3_text", SP),
     "recomputed tp sp": ("llama", {**SP, "activation_checkpointing": True}),
 }
-KINDS = ("llama", "qwen2", "gemma3_text", "deepseek_v3")
+WITH_STATES = ("qwen3_next", "nemotron_h")
+KINDS = ("llama", "qwen2", "gemma3_text", "deepseek_v3", "qwen3_next", "nemotron_h")
 
 
 def references(rank: int, world: int) -> dict[str, Any]:
@@ -59,6 +63,7 @@ def on_two_ranks(rank: int, world: int, folder: Path, trained: dict[str, Any]) -
     found["unsummed"] = unsummed(folder, trained["llama"])
     found["initial tp"], found["initial pp"] = initial(folder, SP), initial(folder, PP)
     found["resumed"] = resumed(folder)
+    found["resharded"] = {kind: resharded(folder, kind) for kind in WITH_STATES}
     found["some stages"] = [some_stages(folder, f"*.layers.{layer}.*") for layer in (0, 3)]
     found["dropout"] = [dropout(folder, values, position) for values in (TP, SP) for position in ("pre", "post")]
     return found
@@ -116,6 +121,16 @@ def resumed(folder: Path) -> dict[str, Any]:
         "differ": [name for name in ended if not torch.equal(ended[name], weights[name])],
         "moved": sum(not torch.equal(ended[name], tensor) for name, tensor in model("llama").state_dict().items()),
     }
+
+
+def resharded(folder: Path, kind: str) -> list[float]:
+    """Return the norm of an update on tensor-parallel ranks, and that of the same update on two stages."""
+    policy = Policy(kind, folder / kind, SP)
+    policy.update(0)
+    policy.backend.save(paths_in(folder / f"resharded {kind}"))
+    other = Policy(kind, folder / kind, PP)
+    other.backend.load(paths_in(folder / f"resharded {kind}"))
+    return [each.update(1) for each in (policy, other)]
 
 
 def some_stages(folder: Path, pattern: str) -> list[float]:
@@ -267,6 +282,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(found: dict[str, Any], folder
         ours, theirs = (SavedTensors(folder / name / "policy" / part) for name in ("resumed", "copy"))
         assert sorted(ours.names) == sorted(theirs.names)
         assert [name for name in ours.names if not torch.equal(ours.read([name]), theirs.read([name]))] == []
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_adapters_of_layers_with_states_resume_on_another_mesh(found: dict[str, Any], kind: str) -> None:
+    for rank in found["two"]:
+        before, after = rank["resharded"][kind]
+        assert after == pytest.approx(before, rel=1e-5)
 
 
 def test_a_checkpoint_holds_the_state_of_adapters_only(found: dict[str, Any], folder: Path) -> None:
