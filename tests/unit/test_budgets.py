@@ -19,14 +19,14 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 94_800, "all": 119_800}
+LINES = {"core": 97_500, "all": 122_600}
 FILES = {"core": 529, "all": 689}
-FOLDERS = 87
+FOLDERS = 88
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4
 """Lines of docstrings and of texts below fields, for each line of code."""
-IMPORTS = 0.132
+IMPORTS = 0.133
 """Lines of imports, for each line of code."""
 SEMICOLONS = 0
 """Summaries of docstrings with a semicolon: two thoughts."""

@@ -12,10 +12,13 @@ from nemo_rl.config.rules.files import PathKey, environment_paths, tokenizer_pat
 from nemo_rl.config.rules.megatron import unknown_families
 from nemo_rl.config.rules.models import (
     Judges,
+    check_distillation_loss,
     check_images,
     check_judges,
     check_placements,
     check_second_models,
+    check_teacher,
+    check_teachers,
     left_by_judges,
 )
 from nemo_rl.config.rules.named_parts import check_named_parts, check_source_of_distillation, check_venvs
@@ -31,7 +34,6 @@ from nemo_rl.config.rules.rewards import (
     left_by_gym,
     unused_environments,
 )
-from nemo_rl.config.rules.teachers import check_distillation_loss, check_teacher, check_teachers
 from nemo_rl.config.rules.topology import Role, divide_cluster
 from nemo_rl.config.rules.trackers import check_records
 from nemo_rl.config.rules.training import (

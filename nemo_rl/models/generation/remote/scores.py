@@ -25,7 +25,7 @@ from nemo_rl.utils.errors import ConfigError, EndpointUnusableError
 
 logger = logging.getLogger(__name__)
 
-_NUM_COMPARED = 200
+_NUM_COMPARED = 100
 """Number of token ids whose texts are compared."""
 _NOTED, _MOST_DIFFERENT = 1e-3, 0.05
 """Differences in nats between two equal requests above which the check warns and refuses."""
@@ -74,7 +74,7 @@ class EndpointScores:
         Raises:
             ConfigError: The endpoint cannot be used, its tokens are not the tokenizer's, or its answers differ.
         """
-        step = max(len(tokenizer) // _NUM_COMPARED, 1)
+        step = -(-len(tokenizer) // _NUM_COMPARED)
         ids = [token for token in range(0, len(tokenizer), step) if token not in tokenizer.all_special_ids]
         try:
             (texts, first), (_, second) = asyncio.run(self._asked_twice(ids))
