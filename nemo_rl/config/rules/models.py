@@ -15,11 +15,14 @@ from typing import Any
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.megatron import check_megatron, check_megatron_schedule
 from nemo_rl.config.rules.topology import Role, divide_cluster, model_ranks, parallel_sizes, without_devices
+from nemo_rl.config.schema.algorithms.distillation import DistillationLossConfig, TeacherConfig
+from nemo_rl.config.schema.algorithms.grpo import BUILT_IN_ESTIMATORS, GRPOConfig
+from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig, SelfDistillationConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.judges import JudgeEngineConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.files.trusted_code import trust_code
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
 def check_backend(section: str, policy: PolicyConfig) -> Findings:
