@@ -97,7 +97,7 @@ def test_parts_follow_their_parents_and_only_the_last_parts_are_padded() -> None
     tree = PrefixTree([4, 3, 2, 200, 3, 5], [None, 0, 1, 0, 0, None])
     batches = tree.by_depth(torch.device("cpu")).batches
     assert [batch.parts for batch in batches] == [(0,), (5,), (1,), (3,), (4,), (2,)]
-    assert tree.after_tokens(4, torch.device("cpu")).batches[1].tokens[-1].tolist() == [3, 4, 5, 6, 7, 8, 217]
+    assert tree.after_tokens(4, torch.device("cpu")).batches[1].tokens[-1].tolist() == [3, 4, 5, 6, 7, 8, 217, 217, 217]
 
 
 def test_sequences_of_similar_lengths_are_padded_together() -> None:
