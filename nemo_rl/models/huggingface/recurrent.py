@@ -341,6 +341,9 @@ def _in_tree(core: Callable[..., Any], spec: Core, tree: PrefixTree, bound: insp
     """Call a function for the parts of a row whose sequences share tokens."""
     if spec.heads is None:
         return None
+    given = bound.arguments
+    tokens = {name: given[name] for name in spec.inputs if isinstance(given.get(name), Tensor)}
+    _check(core.__name__, tokens, spec.axis, tree.num_tokens)
     if spec is CORES[_CONVOLUTION]:
         return convolve(core, bound, spec.inputs[0], spec.axis, bound.arguments["weight"].shape[-1], tree)
     if spec.states is None:
