@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.models.dtensor.attention import register_varlen_attention, set_attention, verify_shared_prompts
-from nemo_rl.models.huggingface import recurrent
+from nemo_rl.models.huggingface import recurrent, shared_states
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.recurrent import respect_borders
 from nemo_rl.models.huggingface.shared_states import PrefixTree, of_similar_lengths, scan
@@ -90,7 +90,7 @@ def test_the_check_before_a_run_notices_a_lost_state(model_type: str, monkeypatc
         *others, tree = arguments
         return scan(*others, PrefixTree(tree._lengths, [None] * len(tree.parents)))
 
-    monkeypatch.setattr(recurrent, "scan", forgetful)
+    monkeypatch.setattr(shared_states, "scan", forgetful)
     with pytest.raises(ConfigError, match="outputs for shared sequences differ"):
         verify_shared_prompts(model)
 
