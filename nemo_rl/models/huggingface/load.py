@@ -208,6 +208,9 @@ def load_model_config(
     return config
 
 
+OWN_CODE = "transformers_modules."
+"""Start of the module names of classes that transformers has loaded from the folder of a model."""
+
 _SAME_LAYERS = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` without a class in transformers, with the type that has the same layers and fields."""
 

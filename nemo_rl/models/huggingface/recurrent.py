@@ -37,15 +37,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.huggingface import shared_states
 from nemo_rl.models.huggingface.layers import body, decoder_layers
-from nemo_rl.models.huggingface.shared_states import (
-    PrefixTree,
-    StateNames,
-    convolve,
-    of_similar_lengths,
-    refuse_shared,
-    scan,
-)
 from nemo_rl.utils.errors import ConfigError
 
 _BORDERS, _ROW = "cu_seq_lens_q", "divided_row"
@@ -79,7 +72,7 @@ class Core:
     """Names of the arguments without tokens that have one entry for each head or channel."""
     axis_of_output: int | None = None
     """Axis of the tokens in the output. If None, that of the arguments."""
-    states: StateNames | None = None
+    states: shared_states.StateNames | None = None
     """Arguments for states at the start and the end. None if the function has none."""
 
 
@@ -105,7 +98,10 @@ class RowExchange(Protocol):
 
 
 _DELTA = Core(
-    ("query", "key", "value", "g", "beta"), 1, 2, states=StateNames("initial_state", "output_final_state", is_pair=True)
+    ("query", "key", "value", "g", "beta"),
+    1,
+    2,
+    states=shared_states.StateNames("initial_state", "output_final_state", is_pair=True),
 )
 _CONVOLUTION = "causal_conv1d_fn"
 CORES = {
@@ -119,7 +115,7 @@ CORES = {
         1,
         2,
         per_head=("A", "D", "dt_bias"),
-        states=StateNames("initial_states", "return_final_states", is_pair=False),
+        states=shared_states.StateNames("initial_states", "return_final_states", is_pair=False),
     ),
     "mamba2_split_conv1d_scan_combined": Core(("zxbcdt",), 1),
     "torch_chunk_gated_delta_rule": _DELTA,
@@ -144,7 +140,7 @@ class SequenceGroups:
         spans, total = list(pairwise(bounds)), bounds[-1]
         if len(spans) == 1:
             return None
-        groups = of_similar_lengths([stop - start for start, stop in spans])
+        groups = shared_states.of_similar_lengths([stop - start for start, stop in spans])
         tokens = [_index([spans[number] for number in group], total) for group in groups]
         flat = torch.cat([index.flatten() for index in tokens])
         order = torch.empty(total + 1, dtype=torch.int64).scatter_(0, flat, torch.arange(len(flat)))[:total]
@@ -177,11 +173,11 @@ class _Borders:
     def __init__(self) -> None:
         self.groups: SequenceGroups | None = None
         self.exchange: RowExchange | None = None
-        self.tree: PrefixTree | None = None
+        self.tree: shared_states.PrefixTree | None = None
         self.in_whole_model = False
         self._read: Callable[[], Tensor | None] = lambda: None
         self._of_read: SequenceGroups | None = None
-        self._trees = weakref.WeakKeyDictionary[Any, PrefixTree]()
+        self._trees = weakref.WeakKeyDictionary[Any, shared_states.PrefixTree]()
 
     def enter(self, model_inputs: Mapping[str, Any]) -> None:
         """Set the row to that of the arguments of a forward pass. The borders of each row are read only once."""
@@ -192,12 +188,12 @@ class _Borders:
             self._read, self._of_read = weakref.ref(bounds), SequenceGroups.of(bounds)
         self.groups = None if bounds is None else self._of_read
 
-    def _tree_of(self, row: Any) -> PrefixTree | None:
+    def _tree_of(self, row: Any) -> shared_states.PrefixTree | None:
         """Return the parts of a row whose sequences share tokens, or None for other rows."""
         if not hasattr(row, "parents"):
             return None
         if row not in self._trees:
-            self._trees[row] = PrefixTree(row.lengths, row.parents)
+            self._trees[row] = shared_states.PrefixTree(row.lengths, row.parents)
         return self._trees[row]
 
 
@@ -337,15 +333,20 @@ def _by_sequence(core: Callable[..., Any], spec: Core) -> Callable[..., Any]:
     return by_sequence
 
 
-def _in_tree(core: Callable[..., Any], spec: Core, tree: PrefixTree, bound: inspect.BoundArguments) -> Any:
+def _in_tree(
+    core: Callable[..., Any], spec: Core, tree: shared_states.PrefixTree, bound: inspect.BoundArguments
+) -> Any:
     """Call a function for the parts of a row whose sequences share tokens."""
     if spec.heads is None:
         return None
+    given = bound.arguments
+    tokens = {name: given[name] for name in spec.inputs if isinstance(given.get(name), Tensor)}
+    _check(core.__name__, tokens, spec.axis, tree.num_tokens)
     if spec is CORES[_CONVOLUTION]:
-        return convolve(core, bound, spec.inputs[0], spec.axis, bound.arguments["weight"].shape[-1], tree)
+        return shared_states.convolve(core, bound, spec.inputs[0], spec.axis, bound.arguments["weight"].shape[-1], tree)
     if spec.states is None:
-        refuse_shared(core.__name__)
-    return scan(core, bound, spec.inputs, spec.axis, spec.states, tree)
+        shared_states.refuse_shared(core.__name__)
+    return shared_states.scan(core, bound, spec.inputs, spec.axis, spec.states, tree)
 
 
 def without_borders(core: Callable[..., Any]) -> Callable[..., Any]:

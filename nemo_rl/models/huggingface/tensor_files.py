@@ -17,15 +17,7 @@ from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nemo_rl.distributed.ranks.tensor_block import TensorBlock, whole_block
-from nemo_rl.files.hub_download import (
-    DESCRIBING_FILES,
-    SUBFOLDERS,
-    cached_file,
-    described_source,
-    download,
-    one_download,
-    pinned,
-)
+from nemo_rl.files import hub_download as hub
 from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.addresses import cluster_address
@@ -153,17 +145,17 @@ def model_folder(model_name: str) -> Path:
     cached = cached_folder(model_name)
     if cached is not None:
         return cached
-    repository, commit = pinned(model_name) or (model_name, None)
+    repository, commit = hub.pinned(model_name) or (model_name, None)
     if commit is not None:
-        described_source(model_name)  # with the model's own code
-    with one_download(repository):
+        hub.described_source(model_name)  # with the model's own code
+    with hub.one_download(repository):
         cached = cached_folder(model_name)  # another process may have downloaded it since
         if cached is not None:
             return cached
-        folder = download(repository, DESCRIBING_FILES, ignored=SUBFOLDERS, revision=commit)
+        folder = hub.download(repository, hub.DESCRIBING_FILES, ignored=hub.SUBFOLDERS, revision=commit)
         names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
         # # The folder has the name of the commit, and the weights must be from the same commit.
-        return download(repository, sorted(names), revision=folder.name)
+        return hub.download(repository, sorted(names), revision=folder.name)
 
 
 def cached_folder(hub_id: str) -> Path | None:
@@ -171,7 +163,7 @@ def cached_folder(hub_id: str) -> Path | None:
 
     The result is None if configuration, tokenizer or weights are not in the cache.
     """
-    tokenizer, config = (cached_file(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME))
+    tokenizer, config = (hub.cached_file(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME))
     if tokenizer is None or config is None:
         return None
     folder = config.parent

@@ -18,6 +18,7 @@ from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.files import trusted_code
 from nemo_rl.files.trusted_code import accept_code, code_files, code_of, copy_code, may_run, trust_code
+from nemo_rl.models.generation.vllm.check import check_model
 from nemo_rl.models.huggingface.load import load_causal_lm, load_model_config
 from nemo_rl.models.huggingface.sizes import count_parameters, parameters_of
 from nemo_rl.utils.errors import ConfigError
@@ -111,6 +112,13 @@ def test_changed_code_does_not_run(folder, mark, caplog):
     with pytest.raises(ConfigError):
         load_causal_lm(str(folder))
     assert not mark.exists()
+
+
+def test_layers_that_vllm_lacks_are_refused_there(folder):
+    trust(policy(folder))
+    asked = policy(folder, generation={"backend": "vllm"}, max_total_sequence_length=64)
+    with pytest.raises(ConfigError, match="vLLM has no class OwnForCausalLM.*backend=hf"):
+        check_model(asked, ClusterConfig.build(device="cpu"))
 
 
 def test_a_worker_runs_what_the_driver_trusts(folder, mark, monkeypatch):

@@ -18,6 +18,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.models.generation.factory import engine_precision
 from nemo_rl.models.generation.registry import vllm_arguments
 from nemo_rl.models.generation.vllm.speculation import check_speculation
-from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text
+from nemo_rl.models.huggingface.load import OWN_CODE, load_model_config, reads_more_than_text
 from nemo_rl.models.huggingface.recurrent import has_states, time_step_limits
 from nemo_rl.models.huggingface.sizes import head_size, longest_context
 from nemo_rl.models.quantization import weight_quantization
@@ -126,6 +127,7 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """
     whole = load_model_config(policy.model_name, policy.hf_config_overrides)
     model = whole.get_text_config()
+    _check_own_code(policy, whole)
     check_engine_shape(model, policy.sampling)
     check_float8(policy, cluster, model)
     check_recurrent(policy, cluster, model)
@@ -146,6 +148,20 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         raise ConfigError(
             f"policy.model_name={policy.model_name!r} has attention heads of {head_size(model)}; vLLM's on CPUs are of "
             f"{', '.join(map(str, _CPU_HEAD_SIZES))}. Set policy.generation.backend=hf, or use GPUs."
+        )
+
+
+def _check_own_code(policy: PolicyConfig, model: Any) -> None:
+    """Refuse a model whose classes are in its folder, unless vLLM has a class of the same name."""
+    found = importlib.util.find_spec("vllm")
+    if not type(model).__module__.startswith(OWN_CODE) or found is None or not found.submodule_search_locations:
+        return
+    registry = Path(found.submodule_search_locations[0]) / "model_executor/models/registry.py"
+    names = model.architectures or ["no class"]
+    if not any(f'"{name}"' in registry.read_text(encoding="utf-8") for name in names):
+        raise ConfigError(
+            f"policy.model_name={policy.model_name!r}: vLLM has no class {names[0]}, and the one in the model's folder "
+            "is not proven in vLLM. Set policy.generation.backend=hf."
         )
 
 
