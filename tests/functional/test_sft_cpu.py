@@ -32,7 +32,7 @@ def test_a_killed_run_with_muon_on_two_ranks_resumes_bit_for_bit(start_example: 
     metrics = run_and_resume(start_example, "sft", 20, tmp_path, *MUON, *ranks)
     losses = [metrics["validation", step, "val_loss"] for step in (0, 10, 20)]
     assert losses[0] > losses[1] > losses[2]
-    assert losses[2] < 0.5 * losses[0]
+    assert losses[2] < 0.7 * losses[0]
 
 
 @pytest.mark.long

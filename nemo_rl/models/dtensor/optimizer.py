@@ -113,7 +113,7 @@ def hidden_matrices(hf: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that Muon updates: weights of linear layers and of experts.
 
     Embeddings, the output head or scalar head, routers, norms, biases, convolutions and matrices with a single row or
-    column are left to AdamW, as in the sources of `models.training.muon`. A weight that combines several layers
+    column are left to AdamW. The sources of `models.training.muon` do not mention routers. A weight of several layers
     (queries, keys and values, or gate and up projection) is one matrix, and so is each expert's.
 
     Args:
