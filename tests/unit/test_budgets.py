@@ -20,7 +20,7 @@ OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
 LINES = {"core": 97_500, "all": 122_600}
-FILES = {"core": 529, "all": 689}
+FILES = {"core": 541, "all": 701}
 FOLDERS = 88
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
