@@ -92,7 +92,6 @@ def test_flat_data_keys_are_refused_with_their_new_path(write_yaml, key: str, pl
         "policy.generation.backend=trtllm",
         "policy.precision=fp8",
         "data.use_multiple_dataloader=true",
-        "grpo.adv_estimator.name=opd",
         "checkpointing.model_save_format=torch_save",
     ],
 )
