@@ -146,7 +146,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
         return [scoring, *teachers(roles), credit]
 
     data = with_effort_levels(data, config.effort_levels, grpo.seed, tokenizer, config.data)
-    teachers = teacher_stages(config, data.train, tokenizer)
+    teachers = teacher_stages(config, data, tokenizer)
     check_source(grpo.rollout_source, "grpo.rollout_source")
     return Recipe(
         tokenizer=tokenizer,

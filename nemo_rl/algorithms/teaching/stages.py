@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from nemo_rl.algorithms.runtime.run import Stage
-from nemo_rl.algorithms.teaching.prompts import Rows, TeacherPrompts
+from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
 from nemo_rl.algorithms.teaching.self_distillation import PrivilegedPrompts, SelfTeacher
 from nemo_rl.algorithms.teaching.teachers import (
     TeacherLogprobs,
@@ -14,6 +14,7 @@ from nemo_rl.algorithms.teaching.teachers import (
 )
 from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, spelling
 from nemo_rl.config import GRPOMasterConfig, TeacherEndpointConfig
+from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.models.policy.interfaces import ScoringModel
@@ -22,32 +23,35 @@ type MakeStages = Callable[[Mapping[str, ScoringModel]], list[Stage]]
 """Function that builds stages from the models of a run."""
 
 
-def teacher_stages(config: GRPOMasterConfig, data: Rows, tokenizer: TokenizerType) -> MakeStages:
+def teacher_stages(config: GRPOMasterConfig, data: RunData | None, tokenizer: TokenizerType) -> MakeStages:
     """Return a function that builds the stages of all teachers of a run.
 
     Args:
-        data: Training prompts.
+        data: Rows of the run, whose training prompts may be rendered for a teacher. None if only the models of the
+            recipe are asked for (`launch.checks.recipe_of`); there are no stages then.
         tokenizer: The policy's tokenizer.
 
     Raises:
         ConfigError: A teacher cannot be compared with the policy, or an endpoint cannot be used.
         DataError: The first prompt cannot be rendered for a teacher.
     """
-    given, longest = config.on_policy_distillation, config.policy.max_total_sequence_length
+    if data is None or not config.has_teachers:
+        return lambda roles: []
+    given, longest, prompts_of_run = config.on_policy_distillation, config.policy.max_total_sequence_length, data.train
     if given.learns_from_itself:
-        prompts = PrivilegedPrompts(given.self_distillation, TeacherPrompts(data, tokenizer))
+        prompts = PrivilegedPrompts(given.self_distillation, TeacherPrompts(prompts_of_run, tokenizer))
         prompts.check()
         return lambda roles: [SelfTeacher(roles["policy"], prompts, longest)]
     routes = TeacherRoutes.of(given, config.teachers)
     remote = {role_of(name): _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
     aligned = _other_tokenizers(config, tokenizer)
     for other in aligned.values():
-        TeacherPrompts(data, other).ids(data[0])
+        TeacherPrompts(prompts_of_run, other).ids(prompts_of_run[0])
 
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
         own = [role_of(name) for name in config.teachers]
         found: list[Stage] = [
-            AlignedTeacher(roles[role], role, routes, TeacherPrompts(data, aligned[role]), tokenizer, longest)
+            AlignedTeacher(roles[role], role, routes, TeacherPrompts(prompts_of_run, aligned[role]), tokenizer, longest)
             if role in aligned
             else TeacherLogprobs(roles[role], role, routes)
             for role in own

@@ -101,6 +101,7 @@ _IN_SHORT = {
 _TENSORS = {
     "prev_logprobs": "The samples and the weights are equal, so the forward pass of the model differs.",
     "reference_policy_logprobs": "The samples are equal, so the reference weights or their forward pass differ.",
+    "teacher_logprobs": "The samples are equal, so a teacher, its prompt or its forward pass differs.",
     "sample_mask": "The samples are equal, so what leaves samples out of the loss differs.",
     "advantages": (
         "Samples, masks and log-probabilities are equal, so what makes advantages of rewards differs: "

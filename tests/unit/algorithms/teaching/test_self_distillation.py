@@ -1,5 +1,6 @@
 """The policy as its own teacher: which prompt it reads, where its scores go, and which contexts are refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def config_of(*overrides: str, context: str = HINT) -> GRPOMasterConfig:
 
 
 TOKENIZER = get_tokenizer(config_of().policy.tokenizer)
-DATA = response_data(TOKENIZER, config_of()).train
+RUN_DATA = response_data(TOKENIZER, config_of())
+DATA = RUN_DATA.train
 
 
 class TokenScores:
@@ -139,11 +141,11 @@ def test_a_context_that_tells_nothing_is_refused(keys: dict[str, Any], message: 
 
 def test_a_context_is_tried_on_the_first_row() -> None:
     with pytest.raises(ConfigError, match=r"cannot be filled in for row 0: KeyError.*There are: \{ground_truth\}"):
-        teacher_stages(config_of(context="{hint}"), DATA, TOKENIZER)
+        teacher_stages(config_of(context="{hint}"), RUN_DATA, TOKENIZER)
     without_chat = [{**DATA[0], "extra_env_info": {"ground_truth": ""}}]
     del without_chat[0]["chat"]
     with pytest.raises(DataError, match="has no `chat`"):
-        teacher_stages(config_of(), without_chat, TOKENIZER)  # type: ignore[arg-type]
+        teacher_stages(config_of(), replace(RUN_DATA, train=without_chat), TOKENIZER)  # type: ignore[arg-type]
 
 
 def test_a_prompt_that_is_not_that_of_the_row_is_named() -> None:

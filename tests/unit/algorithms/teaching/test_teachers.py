@@ -67,7 +67,7 @@ def test_each_row_is_scored_by_the_teacher_of_its_environment() -> None:
     config = config_of(TWO)
     models = {"teachers.math": Constant(-2.0), "teachers.code": Constant(-5.0)}
     tokenizer = get_tokenizer(config.policy.tokenizer)
-    stages = teacher_stages(config, response_data(tokenizer, config).train, tokenizer)(models)
+    stages = teacher_stages(config, response_data(tokenizer, config), tokenizer)(models)
     assert [stage.roles for stage in stages] == [("teachers.math",), ("teachers.code",)]
     batch = batch_of("code", "math", "code")
     metrics = {name: value for stage in stages for name, value in stage.apply(batch).items()}
