@@ -284,6 +284,7 @@ NOT_OF_MODELS: dict[str, str] = {
     "launch/python_runs.py": "names of folders",
     "algorithms/runtime/recovery.py": "messages of this library's errors",
     "commands/completion.py": "names of sections",
+    "files/hub_download.py": "names of repositories in a configuration",
     "commands/report/images.py": "hashes in this library's logs",
     "experience/logged_images.py": "literal texts, which cannot be matched in several ways",
     "commands/smollm2.py": "names of tensors in a file whose hash is known",

@@ -24,7 +24,8 @@ from nemo_rl.config.base.defaults import is_interpolation
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.models import check_backend
-from nemo_rl.config.schema.model.megatron import MegatronConfig
+from nemo_rl.config.schema.algorithms.teachers import TeacherLayoutConfig
+from nemo_rl.config.schema.model.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.schema.model.parallel import DTensorConfig, TrainingBackendConfig
 from nemo_rl.environments.workers.loading import WORKER_KEYS
 from nemo_rl.losses.preference import DPOLossConfig, KTOLossConfig
@@ -38,6 +39,9 @@ BY_COMPUTED_NAME = {
         key for section in (DTensorConfig, MegatronConfig, TrainingBackendConfig) for key in section.size_keys.values()
     },
     ("ToolTokenizerConfig", "_tokenizer_of"): {"chat_template", "chat_template_kwargs"},
+    ("MegatronOptimizerConfig", "build_optimizer"): {
+        name for name in MegatronOptimizerConfig.model_fields if name.startswith("muon_")
+    },
     ("LoggerConfig", "make_backends"): {*TRACKERS, *(f"{name}_enabled" for name in TRACKERS)},
 }
 """Section and function that reads keys of it by names that are not written out -> these keys."""
@@ -55,12 +59,14 @@ TAKEN_BY_ANOTHER = {
         "NemoGymConfig.num_gpu_nodes",
         "NemoGymConfig.effort_levels",
     ),
+    *(f"TeacherLayoutConfig.{key}" for key in TeacherLayoutConfig.model_fields),
     *(
         f"VllmConfig.{key}"
         for key in ("http_server_serving_chat_kwargs", "tool_parser_plugin", "reasoning_parser_plugin")
     ),
 }
-"""Keys whose value `runs.dependent_keys` writes into another key (tested with the files for Megatron and NeMo Gym)."""
+"""Keys whose value `runs.dependent_keys` writes into another key (tested with the files for Megatron and NeMo Gym,
+and with the teachers of a run)."""
 
 READ_FROM_A_DICT = {
     f"{section}.{key}"
