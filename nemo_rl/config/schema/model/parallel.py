@@ -343,7 +343,7 @@ class SchedulerMilestones(Section):
     """Steps at which the next schedule of the list begins."""
 
 
-_MUON = ("torch.optim.Muon", "torch.optim._muon.Muon", "nemo_rl.models.training.muon.Muon")
+_MUON = ("torch.optim.Muon", "nemo_rl.models.training.muon.Muon")
 
 
 class OptimizerConfig(Section):
