@@ -129,14 +129,18 @@ class DistillationLossFn:
         """
         sample_mask_B = data["sample_mask"].to(student_topk_logprobs.dtype)
         mask_BT = data["token_mask"][:, 1:].to(student_topk_logprobs.dtype) * sample_mask_B[:, None]
-        forward_BT, reverse_BT = self._divergences(student_topk_logprobs, teacher_topk_logprobs, H_all)
+        log_q_BTk = torch.log_softmax(teacher_topk_logprobs.to(student_topk_logprobs.dtype), dim=-1)
+        log_p_BTk = student_topk_logprobs
+        if not self.cfg.zero_outside_topk:
+            log_p_BTk = torch.log_softmax(student_topk_logprobs, dim=-1)
+        forward_BT, reverse_BT = self._divergences(log_p_BTk, log_q_BTk, H_all)
 
         def mean(values_BT: Tensor) -> Tensor:
             return masked_mean(values_BT, mask_BT, global_normalization_factor=global_valid_toks)
 
         weight = self._forward_weight
         if self.cfg.kl_type == "jensen_shannon":
-            loss = mean(self._jensen_shannon(student_topk_logprobs, teacher_topk_logprobs))
+            loss = mean(self._jensen_shannon(log_p_BTk, log_q_BTk))
         elif reverse_BT is None:
             if weight < 1:
                 raise ValueError("DistillationLossFn: zero_outside_topk with a reverse part needs H_all; got None.")
@@ -156,16 +160,13 @@ class DistillationLossFn:
             metrics["student_entropy"] = mean(-H_all.detach())
         return loss, metrics
 
-    def _jensen_shannon(self, student_BTk: Tensor, teacher_BTk: Tensor) -> Tensor:
+    def _jensen_shannon(self, log_p_BTk: Tensor, log_q_BTk: Tensor) -> Tensor:
         """Return the generalised Jensen-Shannon divergence at each position (GKD, arXiv 2306.13649, section 2).
 
         It is `w KL(q || m) + (1 - w) KL(p || m)` with `m = w q + (1 - w) p`, teacher q and student p. With
         `zero_outside_topk`, q is 0 outside S, where `p log(p / m) = -p log(1 - w)`.
         """
-        weight = self._forward_weight
-        log_q_BTk = torch.log_softmax(teacher_BTk.to(student_BTk.dtype), dim=-1)
-        log_p_BTk = student_BTk if self.cfg.zero_outside_topk else torch.log_softmax(student_BTk, dim=-1)
-        p_BTk = log_p_BTk.exp()
+        weight, p_BTk = self._forward_weight, log_p_BTk.exp()
         log_m_BTk = torch.logaddexp(log_q_BTk + math.log(weight), log_p_BTk + math.log(1 - weight))
         forward_BT = (log_q_BTk.exp() * (log_q_BTk - log_m_BTk)).sum(-1)
         reverse_BT = (p_BTk * (log_p_BTk - log_m_BTk)).sum(-1)
@@ -174,11 +175,9 @@ class DistillationLossFn:
         return weight * forward_BT + (1 - weight) * reverse_BT
 
     def _divergences(
-        self, student_BTk: Tensor, teacher_BTk: Tensor, H_all_BT: Tensor | None
+        self, log_p_BTk: Tensor, log_q_BTk: Tensor, H_all_BT: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return forward and reverse divergence at each position. Without `H_all`, the reverse divergence is None."""
-        log_q_BTk = torch.log_softmax(teacher_BTk.to(student_BTk.dtype), dim=-1)
-        log_p_BTk = student_BTk if self.cfg.zero_outside_topk else torch.log_softmax(student_BTk, dim=-1)
         p_BTk = log_p_BTk.exp()
         forward_BT = (log_q_BTk.exp() * (log_q_BTk - log_p_BTk)).sum(-1)
         if not self.cfg.zero_outside_topk:

@@ -1,14 +1,15 @@
 """Render the prompt of a sample again, for a teacher that reads it in another way than the student."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_rl.data.interfaces import Chat, DatumSpec, TokenizerType
 from nemo_rl.data.processors import prompt_entry
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.utils.errors import DataError
 
@@ -66,3 +67,11 @@ def prompt_ids(sample: Trajectory) -> Tensor:
     """Return the token ids of a sample before its first response, `[t]` int64."""
     ids = [message["token_ids"] for message in sample.message_log if "generation_logprobs" not in message]
     return torch.cat(ids)[: sample.prompt_length] if ids else torch.zeros(0, dtype=torch.int64)
+
+
+def batch_of(rows: Sequence[Tensor]) -> BatchedDataDict[Any]:
+    """Return a batch that a model can score, from the token ids `[t]` int64 of each row."""
+    return BatchedDataDict(
+        input_ids=torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True),
+        input_lengths=torch.tensor([len(row) for row in rows]),
+    )

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
-from nemo_rl.algorithms.teaching.teachers import TEACHER_LOGPROBS
+from nemo_rl.algorithms.teaching.prompts import TeacherPrompts, batch_of
+from nemo_rl.algorithms.teaching.teachers import TEACHER_LOGPROBS, write_scores
 from nemo_rl.config import SelfDistillationConfig
 from nemo_rl.data.interfaces import Chat, DatumSpec, Message
 from nemo_rl.data.packing import PROMPT_GROUPS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory, is_right
-from nemo_rl.losses.reductions import masked_mean
-from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.utils.errors import ConfigError
 
@@ -115,52 +113,39 @@ class SelfTeacher:
         """
         tensors, rows = batch.tensors, batch.rows
         solutions = solutions_of(rows) if self.prompts.config.needs_solution else [None] * len(rows)
-        given = [self.prompts.ids_of(row, solution) for row, solution in zip(rows, solutions, strict=True)]
-        scores_BT = tensors["prev_logprobs"].clone()
-        fitting, num_long = [], 0
-        for index, (row, ids) in enumerate(zip(rows, given, strict=True)):
-            if ids is None:
-                continue
-            is_long = len(ids) + row.length - row.prompt_length > self.longest
-            num_long += is_long
-            fitting += [] if is_long else [index]
-        if fitting:
-            self._score(tensors, rows, {index: given[index] for index in fitting}, scores_BT)
-        tensors[TEACHER_LOGPROBS] = scores_BT
-        mask_RT = BatchRows.of(tensors).advantage_mask()[fitting]
-        gap_RT = (tensors["prev_logprobs"] - scores_BT)[fitting]
+        prompts = [self.prompts.ids_of(row, solution) for row, solution in zip(rows, solutions, strict=True)]
+        answers = [tensors["input_ids"][index, row.prompt_length : row.length] for index, row in enumerate(rows)]
+        known = {index: torch.cat([ids, answers[index]]) for index, ids in enumerate(prompts) if ids is not None}
+        read = {index: ids for index, ids in known.items() if len(ids) <= self.longest}
+        tensors[TEACHER_LOGPROBS] = tensors["prev_logprobs"].clone()
+        reverse_kl = self._score(tensors, read, answers) if read else 0.0
         return {
-            "self_teacher/num_rows": float(len(fitting)),
-            "self_teacher/num_too_long": float(num_long),
-            "self_teacher/reverse_kl": float(masked_mean(gap_RT, mask_RT)) if fitting else 0.0,
+            "self_teacher/num_rows": float(len(read)),
+            "self_teacher/num_too_long": float(len(known) - len(read)),
+            "self_teacher/reverse_kl": reverse_kl,
         }
 
-    def _score(
-        self,
-        tensors: BatchedDataDict[Any],
-        rows: Sequence[Trajectory],
-        prompts: Mapping[int, Tensor | None],
-        scores_BT: Tensor,
-    ) -> None:
-        """Score rows with other prompts, and write the scores at the places of the student's tokens."""
-        teacher_rows = [
-            torch.cat([prompt, tensors["input_ids"][index, rows[index].prompt_length : rows[index].length]])
-            for index, prompt in prompts.items()
-            if prompt is not None
-        ]
-        lengths = torch.tensor([len(ids) for ids in teacher_rows])
-        batch: BatchedDataDict[Any] = BatchedDataDict(
-            input_ids=torch.nn.utils.rnn.pad_sequence(teacher_rows, batch_first=True),
-            input_lengths=lengths,
-        )
-        batch[PROMPT_GROUPS] = tensors[PROMPT_GROUPS][list(prompts)]
+    def _score(self, tensors: BatchedDataDict[Any], read: Mapping[int, Tensor], answers: Sequence[Tensor]) -> float:
+        """Score the rows that the teacher reads, and write the scores at the places of the student's tokens.
+
+        Args:
+            read: The teacher's token ids of each row, which end with the answer.
+            answers: The token ids of the answers of all rows.
+
+        Returns:
+            The result of `write_scores`.
+        """
+        indices, data = list(read), batch_of(list(read.values()))
+        data[PROMPT_GROUPS] = tensors[PROMPT_GROUPS][indices]
         if self.prompts.config.weights == "initial":
-            found_RT = self.policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+            found_RT = self.policy.get_reference_policy_logprobs(data)["reference_logprobs"]
         else:
-            found_RT = self.policy.get_logprobs(batch)["logprobs"]
-        for place, (index, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
-            start, end = rows[index].prompt_length, rows[index].length
-            scores_BT[index, start:end] = found_RT[place, length - (end - start) : length]
+            found_RT = self.policy.get_logprobs(data)["logprobs"]
+        scores_RT, lengths = tensors["prev_logprobs"][indices], tensors["input_lengths"].tolist()
+        for place, (index, ids) in enumerate(read.items()):
+            start = lengths[index] - len(answers[index])
+            scores_RT[place, start : lengths[index]] = found_RT[place, len(ids) - len(answers[index]) : len(ids)]
+        return write_scores(tensors, scores_RT, indices)
 
 
 def solutions_of(rows: Sequence[Trajectory]) -> list[str | None]:

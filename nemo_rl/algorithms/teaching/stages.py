@@ -73,7 +73,8 @@ def _other_tokenizers(config: GRPOMasterConfig, tokenizer: TokenizerType) -> dic
         role = role_of(name)
         other = get_tokenizer(teacher.tokenizer, section=role)
         if config.on_policy_distillation.compares == "text" and other.get_vocab() != tokenizer.get_vocab():
-            spelling(tokenizer), spelling(other)
+            for each in (tokenizer, other):
+                spelling(each)  # refuses a tokenizer whose bytes are not known
             found[role] = other
         else:
             compare_vocabularies(tokenizer, other, config.policy.model_name, teacher.model_name, role)

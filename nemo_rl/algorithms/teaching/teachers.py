@@ -136,10 +136,7 @@ class TeacherLogprobs:
         if not rows:
             return metrics
         scores_RT = self.teacher.get_logprobs(tensors.select_indices(rows))["logprobs"]
-        write_rows(tensors, {TEACHER_LOGPROBS: scores_RT}, rows)
-        mask_RT = BatchRows.of(tensors).advantage_mask()[rows]
-        gap_RT = tensors["prev_logprobs"][rows] - scores_RT
-        return metrics | {f"{self.role}/reverse_kl": float(masked_mean(gap_RT, mask_RT))}
+        return metrics | {f"{self.role}/reverse_kl": write_scores(tensors, scores_RT, rows)}
 
 
 @dataclass(frozen=True)
@@ -169,11 +166,11 @@ class TeacherScores:
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write `teacher_topk_logits` (float32, divided by the temperature) and `teacher_topk_indices`, `[B, T, k]`."""
         if self.routes is None:
-            write_rows(batch.tensors, self._scores(batch.tensors), range(batch.tensors.size))
+            batch.tensors.update(self._scores(batch.tensors))
             return {}
         rows = self.routes.rows_of(self.role, batch.rows)
         if rows:
-            write_rows(batch.tensors, self._scores(batch.tensors.select_indices(rows)), rows)
+            _write_rows(batch.tensors, self._scores(batch.tensors.select_indices(rows)), rows)
         return {f"{self.role}/num_rows": float(len(rows))}
 
     def _scores(self, rows: BatchedDataDict[Any]) -> dict[str, Tensor]:
@@ -184,7 +181,18 @@ class TeacherScores:
         }
 
 
-def write_rows(tensors: BatchedDataDict[Any], columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+def write_scores(tensors: BatchedDataDict[Any], scores_RT: Tensor, rows: Sequence[int]) -> float:
+    """Write log-probabilities of a teacher into `teacher_logprobs` of some rows, at least one.
+
+    Returns:
+        The mean of `log p - log q` over the tokens of these rows that count, for policy p and teacher q.
+    """
+    _write_rows(tensors, {TEACHER_LOGPROBS: scores_RT}, rows)
+    mask_RT = BatchRows.of(tensors).advantage_mask()[rows]
+    return float(masked_mean(tensors["prev_logprobs"][rows] - scores_RT, mask_RT))
+
+
+def _write_rows(tensors: BatchedDataDict[Any], columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
     """Write the values of some rows into columns of a batch. Other rows of a new column are 0."""
     for name, values in columns.items():
         if name not in tensors:

@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
-from nemo_rl.algorithms.teaching.teachers import TEACHER_LOGPROBS, TeacherRoutes, write_rows
+from nemo_rl.algorithms.teaching.prompts import TeacherPrompts, batch_of
+from nemo_rl.algorithms.teaching.teachers import TeacherRoutes, write_scores
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.messages.encoding import encode_continuation
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.losses.reductions import masked_mean
-from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.utils.errors import ConfigError, DataError
 
@@ -159,20 +157,12 @@ class AlignedTeacher:
         }
         if not indices:
             return metrics
-        scores_RT = tensors["prev_logprobs"][indices].clone()
+        scores_RT = tensors["prev_logprobs"][indices]
         if known:
-            rows = [row.token_ids for row in known.values()]
-            data: BatchedDataDict[Any] = BatchedDataDict(
-                input_ids=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
-                input_lengths=torch.tensor([len(row) for row in rows]),
-            )
-            found_RT = self.teacher.get_logprobs(data)["logprobs"]
+            found_RT = self.teacher.get_logprobs(batch_of([row.token_ids for row in known.values()]))["logprobs"]
             for place, (index, row) in enumerate(known.items()):
                 row.add_differences(scores_RT[indices.index(index)], found_RT[place])
-        write_rows(tensors, {TEACHER_LOGPROBS: scores_RT}, indices)
-        mask_RT = BatchRows.of(tensors).advantage_mask()[indices]
-        gap_RT = tensors["prev_logprobs"][indices] - scores_RT
-        return metrics | {f"{self.role}/reverse_kl": float(masked_mean(gap_RT, mask_RT))}
+        return metrics | {f"{self.role}/reverse_kl": write_scores(tensors, scores_RT, indices)}
 
     def _read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory) -> "TeacherRow | None":
         """Return a row in the teacher's tokens, or None if the teacher cannot read it."""

@@ -12,13 +12,6 @@ from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 
 _OF_TRAINING = ("optimizer", "scheduler", "generation", "draft", "router_replay")
-_MEGATRON_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
-_DTENSOR_SIZES = {name: name.replace("_model_parallel", "_parallel") for name in _MEGATRON_SIZES}
 
 
 def teacher_sections(
@@ -50,19 +43,17 @@ def _section(given: OnPolicyDistillationConfig, name: str, policy: PolicyConfig)
     values["megatron_cfg"]["peft"]["enabled"] = False
     separate = given.non_colocated_teachers
     if separate.enabled:
-        _set_layout(values, separate.layout_of(name), policy.backend_key)
+        _set_layout(values, separate.layout_of(name), policy)
     return TeacherConfig.build(**values)
 
 
-def _set_layout(values: dict[str, Any], layout: TeacherLayoutConfig, backend: str) -> None:
-    """Change devices, parallel sizes and precision of a section."""
+def _set_layout(values: dict[str, Any], layout: TeacherLayoutConfig, policy: PolicyConfig) -> None:
+    """Change devices, parallel sizes and precision in the values of a section."""
     resources = {key: getattr(layout, key) for key in ("num_nodes", "gpus_per_node", "ranks_per_node")}
     values["colocated"] = {"enabled": False, "resources": resources}
     values["logprob_batch_size"] = layout.micro_batch_size
     values["precision"] = layout.full_precision_name or values["precision"]
-    for name in _MEGATRON_SIZES:
-        key = name if backend == "megatron_cfg" else _DTENSOR_SIZES[name]
-        if key in values[backend]:
-            values[backend][key] = getattr(layout, name)
-    if backend == "megatron_cfg":
-        values[backend].update(layout.megatron_cfg_overrides or {})
+    keys, backend = policy.backend_section.size_keys, values[policy.backend_key]
+    backend |= {keys[axis]: layout.size(axis) for axis in layout.size_keys if axis in keys}
+    if policy.backend_key == "megatron_cfg":
+        backend |= layout.megatron_cfg_overrides or {}

@@ -12,12 +12,20 @@ from pydantic import BeforeValidator, Field
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.value_types import Count, Workers
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
+from nemo_rl.config.schema.model.parallel import BackendSection
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-class TeacherLayoutConfig(Section):
+class TeacherLayoutConfig(BackendSection):
     """Devices and parallel sizes of a teacher that does not share the policy's devices."""
+
+    size_keys: ClassVar[Mapping[str, str]] = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+    }
 
     num_nodes: Count = 1
     """Number of machines of the teacher, if the cluster has several."""

@@ -231,7 +231,7 @@ def require_divisible(hf: PreTrainedModel, place: Place) -> None:
     Raises:
         ConfigError: the results differ, or a chunk cannot run alone.
     """
-    _Ends.of(hf)
+    _Ends.of(hf)  # refuses models that it does not know, with the reason
     was_training = hf.training
     hf.eval()
     try:

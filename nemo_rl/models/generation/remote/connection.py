@@ -6,18 +6,22 @@ response are read. No error contains the key.
 
 import asyncio
 import json
+import logging
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 
 import httpx
 
+from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.utils.addresses import read_at_most
 from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _SHOWN_CHARS = 300
 _TRANSIENT = frozenset((408, 409, 425, 429))
@@ -150,6 +154,34 @@ def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float)
     """
     doubled = min(first_s * 2.0 ** min(attempt, 64), longest_s)
     return max(doubled * random.uniform(0.5, 1.0), error_wait_s)
+
+
+async def ask_again[Answer](
+    ask: Callable[[], Awaitable[Answer]], config: ModelEndpointConfig, note_repetition: Callable[[], None]
+) -> Answer:
+    """Call a function until it gives an answer, with growing pauses.
+
+    Args:
+        ask: Function that sends one request.
+        note_repetition: Function that is called before each pause.
+
+    Raises:
+        EndpointError: The request would fail again, or failed `max_attempts` times, which the text then says.
+    """
+    attempt = 0
+    while True:
+        try:
+            return await ask()
+        except EndpointError as error:
+            attempt += 1
+            if not error.may_pass:
+                raise
+            if attempt >= config.max_attempts:
+                raise EndpointError(f"{error} (attempt {attempt} of {config.max_attempts})") from None
+            wait_s = pause_s(attempt - 1, config.backoff_s, config.max_backoff_s, error.wait_s)
+            logger.debug("Attempt %d: %s; the next one follows in %.1f s.", attempt, error, wait_s)
+        note_repetition()
+        await asyncio.sleep(wait_s)
 
 
 def key_of(variable: str | None, key: str, user: str) -> str | None:

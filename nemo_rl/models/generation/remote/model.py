@@ -17,6 +17,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, override
 
 import numpy as np
@@ -34,7 +35,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
 )
 from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput, ChatToolCall, whole
-from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError, key_of, pause_s
+from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError, ask_again, key_of
 from nemo_rl.utils.errors import EndpointUnusableError, NoAnswerError
 
 _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -352,20 +353,15 @@ class ChatModel(GenerationInterface):
         return await self._attempts(unbounded)
 
     async def _attempts(self, body: Mapping[str, Any]) -> tuple[ChatAnswer, FinishReason]:
-        config, attempt = self._config, 0
-        while True:
-            try:
-                return await self._ask(body)
-            except EndpointError as error:
-                attempt += 1
-                if not error.may_pass:
-                    raise _refusal(error) from None
-                if attempt >= config.max_attempts:
-                    raise NoAnswerError(f"{error} (attempt {attempt} of {config.max_attempts})") from None
-                wait_s = pause_s(attempt - 1, config.backoff_s, config.max_backoff_s, error.wait_s)
-                logger.debug("Attempt %d: %s; the next one follows in %.1f s.", attempt, error, wait_s)
-            self.counts.repeated += 1
-            await asyncio.sleep(wait_s)
+        try:
+            return await ask_again(partial(self._ask, body), self._config, self._count_repetition)
+        except EndpointError as error:
+            if not error.may_pass:
+                raise _refusal(error) from None
+            raise NoAnswerError(str(error)) from None
+
+    def _count_repetition(self) -> None:
+        self.counts.repeated += 1
 
     async def _ask(self, body: Mapping[str, Any]) -> tuple[ChatAnswer, FinishReason]:
         async with self._slots:

@@ -19,12 +19,13 @@ import torch
 from nemo_rl.config.schema.algorithms.teachers import TeacherEndpointConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError, pause_s
+from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError, ask_again, key_of
 from nemo_rl.models.generation.remote.model import connection_to
 from nemo_rl.utils.errors import ConfigError, EndpointUnusableError
 
 logger = logging.getLogger(__name__)
 
+_USER = "the teacher"
 _NUM_COMPARED = 100
 """Number of token ids whose texts are compared."""
 _NOTED, _MOST_DIFFERENT = 1e-3, 0.05
@@ -46,7 +47,7 @@ class EndpointScores:
         """Number of tokens that were sent."""
         self._config = config
         self._section = section
-        asyncio.run(connection_to(config, section=section, user="the teacher").close())
+        key_of(config.api_key_env, f"{section}.api_key_env", _USER)
 
     def get_logprobs(self, rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """Score all tokens at temperature 1.
@@ -85,8 +86,8 @@ class EndpointScores:
         if difference > _MOST_DIFFERENT:
             raise ConfigError(
                 f"{self._section}: two equal requests to {self._config.base_url} gave log-probabilities that differ by "
-                f"{difference:.3g} nats. A teacher must give the same numbers; check whether several models share one "
-                "address, or for a server that samples."
+                f"{difference:.3g} nats. A teacher must give the same numbers: check whether several models share this "
+                "address."
             )
         if difference > _NOTED:
             logger.warning("%s: two equal requests differ by %.3g nats.", self._section, difference)
@@ -143,20 +144,19 @@ class EndpointScores:
         return [task.result() for task in tasks]
 
     def _connection(self) -> EndpointConnection:
-        return connection_to(self._config, section=self._section, user="the teacher")
+        return connection_to(self._config, section=self._section, user=_USER)
 
     async def _attempts(self, connection: EndpointConnection, ids: list[int]) -> tuple[list[str], list[float]]:
-        config, attempt = self._config, 0
-        body = {"model": config.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 0}
-        while True:
-            try:
-                return read_scores(await connection.ask("POST", "completions", body | config.extra_body), len(ids))
-            except EndpointError as error:
-                attempt += 1
-                if not error.may_pass or attempt >= config.max_attempts:
-                    raise EndpointUnusableError(f"{error} (attempt {attempt} of {config.max_attempts})") from None
-                wait_s = pause_s(attempt - 1, config.backoff_s, config.max_backoff_s, error.wait_s)
-            await asyncio.sleep(wait_s)
+        model = self._config.model
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 0}
+
+        async def ask() -> tuple[list[str], list[float]]:
+            return read_scores(await connection.ask("POST", "completions", body | self._config.extra_body), len(ids))
+
+        try:
+            return await ask_again(ask, self._config, lambda: None)
+        except EndpointError as error:
+            raise EndpointUnusableError(str(error)) from None
 
 
 def _is_text(token: str) -> bool:
