@@ -167,7 +167,8 @@ class _Borders:
     """The sequences of the row that a model computes, and the ranks that divide it.
 
     They stay until the next forward pass, because layers may be computed again in the backward pass, which may run in
-    another thread.
+    another thread. They apply only within the layers of models that respect borders: the wrapped functions also serve
+    other models of the same process.
     """
 
     def __init__(self) -> None:
@@ -175,6 +176,7 @@ class _Borders:
         self.exchange: RowExchange | None = None
         self.tree: shared_states.PrefixTree | None = None
         self.in_whole_model = False
+        self.in_layer = False
         self._read: Callable[[], Tensor | None] = lambda: None
         self._of_read: SequenceGroups | None = None
         self._trees = weakref.WeakKeyDictionary[Any, shared_states.PrefixTree]()
@@ -216,6 +218,7 @@ def respect_borders(hf: PreTrainedModel) -> bool:
         body(hf).register_forward_pre_hook(_enter_body, with_kwargs=True)
         for layer in decoder_layers(hf):
             layer.register_forward_pre_hook(_enter_layer, with_kwargs=True)
+            layer.register_forward_hook(_leave_layer, always_call=True)
     return True
 
 
@@ -291,8 +294,13 @@ def _enter_body(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 def _enter_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Set the row again for a layer that is computed again, after other forward passes of a pipeline."""
+    _borders.in_layer = True
     if _BORDERS in kwargs or _ROW in kwargs:
         _borders.enter(kwargs)
+
+
+def _leave_layer(module: nn.Module, args: Any, output: Any) -> None:
+    _borders.in_layer = False
 
 
 def _wrap(file: ModuleType) -> bool:
@@ -313,6 +321,8 @@ def _by_sequence(core: Callable[..., Any], spec: Core) -> Callable[..., Any]:
     @torch.compiler.disable
     def by_sequence(*args: Any, **kwargs: Any) -> Any:
         groups, exchange = _borders.groups, _borders.exchange
+        if not _borders.in_layer:
+            return core(*args, **kwargs)
         if _borders.tree is not None:
             return _in_tree(core, spec, _borders.tree, signature.bind(*args, **kwargs))
         if groups is None and exchange is None:

@@ -68,7 +68,18 @@ def test_packed_rows_equal_rows_alone(model_type: str) -> None:
     alone, exact = outputs_and_gradients(recurrent_model(model_type), [{"input_ids": each[None]} for each in segments])
     packed, gradients = outputs_and_gradients(packing(recurrent_model(model_type)), [packed_model_inputs(segments)])
     assert (packed - alone).abs().max() <= 2e-6 * alone.abs().max()
-    assert largest_difference(gradients, exact) < 5e-5
+    assert largest_difference(gradients, exact) < 2e-4  # float32: 7e-5 on one processor, where a leak gives 1e-2
+
+
+def test_other_models_of_the_process_do_not_get_the_borders() -> None:
+    """The wrapped functions are in the file of the model's class, so a second model calls them too."""
+    segments = segments_of()
+    row = {"input_ids": torch.cat(segments)[None]}
+    exact, gradients = outputs_and_gradients(recurrent_model("nemotron_h"), [row])
+    outputs_and_gradients(packing(recurrent_model("nemotron_h")), [packed_model_inputs(segments)])
+    again, gradients_again = outputs_and_gradients(recurrent_model("nemotron_h"), [row])
+    assert torch.equal(again, exact)
+    assert all(torch.equal(gradients_again[name], each) for name, each in gradients.items())
 
 
 @pytest.mark.parametrize("model_type", RECURRENT)
