@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 STORED = HERE / "durations.json"
 REPRESENTATIVES = HERE / "representatives.txt"
-LONGEST_S = 3.5
+LONGEST_S = 2.0
 """Seconds above which a function belongs to the full tier, unless it is a representative."""
 _SHARED = 'scope="module"'
 """In the source of a file: its tests share what a fixture starts, and leaving out only the slowest saves nothing."""
