@@ -1,6 +1,7 @@
 """Test model types on meshes: each must be right, or refused before the ranks start.
 
     python tools/mesh_sweep.py [--types llama,olmo] [--meshes tp2,pp2] [--part 1/4] [--rows packed] [--out FILE]
+    python tools/mesh_sweep.py --variant SEED      # other sizes and options of each type (`parity.variants`)
 
 Every causal language model type of the installed transformers is built small, checked as a run checks it before Ray
 starts, and, if accepted, trained for one update by the training backend on real gloo ranks. The result is compared with
@@ -76,7 +77,9 @@ class Cell:
     check_s: float
 
 
-def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: bool = True) -> Iterator[Cell]:
+def sweep(
+    model_type: str, meshes: list[str], *, packed: bool = False, judged: bool = True, seed: int | None = None
+) -> Iterator[Cell]:
     """Yield the cells of one model type.
 
     Args:
@@ -84,12 +87,13 @@ def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: b
         meshes: keys of `MESHES`.
         packed: pack rows instead of padding them.
         judged: run accepted meshes; otherwise their result is `accepted`.
+        seed: of a variant (`parity.variants`); the usual sizes by default.
 
     Raises:
         ValueError: no small model of the type can be built.
     """
     with tempfile.TemporaryDirectory(prefix="mesh-sweep-") as folder:
-        name = save_tiny_model(model_type, Path(folder) / "model")
+        name = save_tiny_model(model_type, Path(folder) / "model", seed)
         judge = _Judge(name)
         rows = "packed" if packed else "padded"
         for mesh in meshes:
@@ -150,6 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--meshes", default=",".join(MESHES), help="comma-separated; all by default")
     parser.add_argument("--part", default="1/1", help="part of the types to run, for example 2/4")
     parser.add_argument("--rows", default="padded,packed", help="comma-separated; both by default")
+    parser.add_argument("--variant", type=int, help="seed of other sizes and options; one file --out for each seed")
     parser.add_argument("--check-only", action="store_true", help="do not run what the check accepts")
     parser.add_argument("--out", type=Path, help="append one JSON object per line to this file")
     given = parser.parse_args(arguments)
@@ -190,7 +195,8 @@ def _cells(model_type: str, given: argparse.Namespace, before: Mapping[_Key, Cel
     for rows in given.rows.split(","):
         meshes = [mesh for mesh in given.meshes.split(",") if (model_type, mesh, rows) not in before]
         try:
-            yield from sweep(model_type, meshes, packed=rows == "packed", judged=not given.check_only)
+            judged, seed = not given.check_only, given.variant
+            yield from sweep(model_type, meshes, packed=rows == "packed", judged=judged, seed=seed)
         except ValueError as error:
             yield Cell(model_type, "-", "-", "not built", str(error), 0.0)
             return

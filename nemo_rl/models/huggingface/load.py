@@ -45,6 +45,13 @@ WITHOUT_PACKING = (
     "Set policy.sequence_packing.enabled=false for this model "
     "(policy.dynamic_batching.enabled=true saves most of the padding instead)."
 )
+WITHOUT_DIVIDED_ROWS = (
+    "Leave policy.dtensor_cfg.context_parallel_size=1 and policy.dtensor_cfg.sequence_parallel=false, too."
+)
+_CHOOSE_KEYS = (
+    *("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"),
+)
+"""Values of `layer_types` whose layers choose the keys of a token by a mask of the whole row."""
 
 
 def torch_dtype(precision: str) -> torch.dtype:
@@ -160,7 +167,14 @@ def attention_choice(
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise ConfigError(
             f"{model_class.__name__} computes its attention in its own code, which supports neither packed rows nor "
-            f"rows that ranks divide. {WITHOUT_PACKING} Leave policy.dtensor_cfg.context_parallel_size=1."
+            f"rows that ranks divide. {WITHOUT_PACKING} {WITHOUT_DIVIDED_ROWS}"
+        )
+    sparse = sorted({*(getattr(config.get_text_config(), "layer_types", None) or ())} & {*_CHOOSE_KEYS})
+    if sparse:
+        raise ConfigError(
+            f"{config.model_type} has layers that choose few keys for each token by a mask of the whole row "
+            f"({', '.join(sparse)}). Packed rows, and rows that ranks divide, have no such mask. {WITHOUT_PACKING} "
+            f"{WITHOUT_DIVIDED_ROWS}"
         )
     return {"attn_implementation": attention_of_parts(config, attn_implementation)}
 
