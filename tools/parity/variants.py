@@ -15,7 +15,7 @@ _FLAGS = (
     *("attention_qkv_bias", "attention_out_bias", "mamba_conv_bias", "use_conv_bias", "mamba_proj_bias"),
     *("use_qk_norm", "qk_layernorm", "use_qk_layernorm", "qk_norm", "use_parallel_residual", "parallel_attn"),
     *("norm_topk_prob", "tie_word_embeddings", "add_swa_attention_sink_bias", "add_full_attention_sink_bias"),
-    *("shared_attention_projections", "route_norm", "moe_use_expert_bias", "layer_norm_gated", "mamba_norm_before_gate"),
+    *("shared_attention_projections", "route_norm", "moe_use_expert_bias", "mamba_norm_before_gate"),
 )
 _CAPS = ("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 MAY_BE_NONE = (*_CAPS, "q_lora_rank")
@@ -66,10 +66,10 @@ def sizes(seed: int, model_type: str) -> dict[str, Any]:
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), experts),
         **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), draw.choice((2, 3))),
         **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), draw.choice((0, 1, 2))),
-        **dict.fromkeys(("n_group",), 2 if even else 1),
+        "n_group": 2 if even else 1,
         "topk_group": 1,
         **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), draw.choice((0, 1, 2))),
-        **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "local_attention"), draw.choice((3, 7))),
+        **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention"), draw.choice((3, 7))),
         **dict.fromkeys(("sliding_window_pattern", "full_attention_interval"), draw.choice((2, 3))),
         **dict.fromkeys(("attn_layer_period", "expert_layer_period", "interleave_moe_layer_step"), draw.choice((2, 3))),
         **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 2 * heads),

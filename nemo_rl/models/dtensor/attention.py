@@ -383,7 +383,8 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     """
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     owners: list[Any] = [*model.modules(), *{id(config): config for config in configs}.values()]
-    lengths = [(owner, name, value) for owner in owners for name in _LENGTHS_OF if (value := getattr(owner, name, None))]
+    all_lengths = ((owner, name, getattr(owner, name, None)) for owner in owners for name in _LENGTHS_OF)
+    lengths = [(owner, name, value) for owner, name, value in all_lengths if value]
     for owner, name, _ in lengths:
         setattr(owner, name, _WINDOW)
     try:

@@ -34,7 +34,9 @@ def test_each_kind_of_layer_stays() -> None:
         assert kinds["other"] == 4
 
 
-@pytest.mark.parametrize(("model_type", "seed", "mesh"), [("llama", 2, "tp2"), ("gemma3_text", 1, "cp2"), ("lfm2", 1, "1")])
+@pytest.mark.parametrize(
+    ("model_type", "seed", "mesh"), [("llama", 2, "tp2"), ("gemma3_text", 1, "cp2"), ("lfm2", 1, "1")]
+)
 def test_variants_are_right_or_refused(model_type, seed, mesh) -> None:
     (cell,) = sweep(model_type, [mesh], packed=True, seed=seed)
     assert cell.result in GOOD, cell

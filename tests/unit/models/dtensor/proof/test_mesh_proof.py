@@ -128,7 +128,8 @@ def test_stages_that_repeat_what_comes_before_the_layers_are_refused(monkeypatch
 
 def test_a_mesh_whose_rank_aborts_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(DTensorBackend, "run", lambda *args, **kwargs: os.abort())
-    with pytest.raises(ConfigError, match=r"a rank failed \(its process was ended by SIGABRT\)\. Set tensor_parallel_size=1"):
+    message = r"a rank failed \(its process was ended by SIGABRT\)\. Set tensor_parallel_size=1"
+    with pytest.raises(ConfigError, match=message):
         prove("llama", TP2)
 
 
