@@ -168,8 +168,6 @@ _SHARED = _Sequences((80, 76, 72, 9), (0, 70, 66, 0))
 """Sequences that share more than a chunk of a recurrent layer, and then fewer tokens than its convolution reads."""
 _STRIDE = 7
 _WINDOW = 4
-_LENGTHS_OF = ("sliding_window", "floor_scale")
-"""Attributes that count tokens, and whose effect only shows in longer sequences."""
 _WITHOUT_DIVISION = "Set policy.dtensor_cfg.context_parallel_size=1 for this model."
 
 
@@ -377,21 +375,17 @@ class _Shuffled:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Run a block with all sliding windows, and the steps of scales that grow with positions, of a few tokens.
-
-    They are shortened in configurations and in layers.
-    """
+    """Run a block with all sliding windows shortened to a few tokens, in configurations and in layers."""
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     owners: list[Any] = [*model.modules(), *{id(config): config for config in configs}.values()]
-    all_lengths = ((owner, name, getattr(owner, name, None)) for owner in owners for name in _LENGTHS_OF)
-    lengths = [(owner, name, value) for owner, name, value in all_lengths if value]
-    for owner, name, _ in lengths:
-        setattr(owner, name, _WINDOW)
+    windows = [(owner, owner.sliding_window) for owner in owners if getattr(owner, "sliding_window", None)]
+    for owner, _ in windows:
+        owner.sliding_window = _WINDOW
     try:
         yield
     finally:
-        for owner, name, value in lengths:
-            setattr(owner, name, value)
+        for owner, window in windows:
+            owner.sliding_window = window
 
 
 def attention_to_load(config: PolicyConfig) -> str | None:

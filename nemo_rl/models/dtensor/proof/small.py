@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _WINDOW = 5
 """Number of tokens of a sliding window or attention chunk. Rows of a proof are longer."""
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "floor_scale")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_ssm")
 _WIDTH = 256
 _MOST_PARAMETERS = 150_000_000

@@ -126,14 +126,6 @@ def test_attention_that_chooses_keys_is_never_replaced_by_one_that_sees_all() ->
     assert model.config._attn_implementation == "eager"
 
 
-def test_scales_that_count_the_tokens_of_a_row_are_seen_in_short_rows() -> None:
-    """Llama 4 scales queries of layers without rotary positions by the place in the row, in steps of 8192 tokens."""
-    model = random_model("llama4_text", attention_chunk_size=None, no_rope_layers=[1, 0])
-    with pytest.raises(ConfigError, match=f"(?s)Llama4ForCausalLM: outputs for packed sequences differ.*{WAY_OUT}"):
-        verify_packing(_packing(model))
-    assert model.config.floor_scale == 8192
-
-
 @pytest.mark.parametrize("kind", ["indexed_attention", "compressed_sparse_attention", "minimax_m3_sparse"])
 def test_layers_that_choose_keys_by_a_mask_are_refused_before_the_weights_are_read(kind, tmp_path) -> None:
     config = random_model("minimax_m3_vl_text", **SPARSE).config
