@@ -267,14 +267,19 @@ def _joined(folder: Path, number: int, ranks: int) -> dict[str, float] | Failure
 
 
 def _run_jobs(jobs: Sequence[MegatronJob], first: int, ranks: int, folder: Path, rank: int) -> None:
-    """Run jobs on this rank, and write what is found of each to a file."""
-    join_ranks(folder / "store", rank, ranks)
+    """Run jobs on this rank, and write what is found of each to a file.
+
+    Each job has new groups of ranks, because the threads of gloo run as long as their group exists.
+    """
     for number in range(first, len(jobs)):
         began, found = time.monotonic(), dict[str, Any]()
+        join_ranks(folder / f"store-{number}", rank, ranks)
         try:
             found = differences(jobs[number])
         except ConfigError as error:
             found = {_REFUSAL: str(error)}
+        finally:
+            dist.destroy_process_group()
         found[_SECONDS] = time.monotonic() - began
         part = folder / f"{number}-{rank}.part"
         part.write_text(json.dumps(found), encoding="utf-8")
