@@ -276,6 +276,7 @@ def _run_jobs(jobs: Sequence[MegatronJob], first: int, ranks: int, folder: Path,
         join_ranks(folder / f"store-{number}", rank, ranks)
         try:
             found = differences(jobs[number])
+            dist.barrier()
         except ConfigError as error:
             found = {_REFUSAL: str(error)}
         finally:
