@@ -9,6 +9,7 @@ tokens to other experts. Engines hold all of these weights in float32, or round 
 training, weight syncs and engines of the library use the functions of this module, so they keep the same weights.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,6 +32,8 @@ from nemo_rl.utils.errors import ConfigError
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+logger = logging.getLogger(__name__)
 
 PRECISIONS: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -219,7 +222,25 @@ def load_model_config(
                 f"Its fields: {', '.join(sorted(config.to_dict()))}."
             )
         setattr(config, key, value)
+    _choose_experts(config)
     return config
+
+
+_OF_EXPERTS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size", "moe_latent_size")
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ALIGNED = 8
+"""Sizes whose multiples have rows of 16 bytes in every dtype, as PyTorch's grouped products need."""
+
+
+def _choose_experts(config: PretrainedConfig) -> None:
+    """Compute experts one after the other if PyTorch's grouped products do not support their sizes."""
+    text = config.get_text_config()
+    if not any(getattr(text, name, None) for name in _NUMBERS_OF_EXPERTS):
+        return
+    sizes = {name: size for name in _OF_EXPERTS if isinstance(size := getattr(text, name, None), int)}
+    if any(size % _ALIGNED for size in sizes.values()):
+        logger.info("Experts run one after the other: their sizes are no multiples of %d (%s).", _ALIGNED, sizes)
+        config._experts_implementation = "eager"
 
 
 OWN_CODE = "transformers_modules."
