@@ -151,7 +151,7 @@ class Expected:
         reference, stepped = one_process(task), deepcopy(task.probe_model)
         with torch.no_grad():
             for name, parameter in stepped.named_parameters():
-                parameter -= reference.gradients[name].to(parameter.dtype)
+                parameter.sub_(reference.gradients[name].to(parameter.dtype))
         with tempfile.TemporaryDirectory(prefix="nrl-small-") as folder:
             stepped.save_pretrained(folder)
             return cls(reference, _tensors_in(Path(task.policy.model_name)), _tensors_in(Path(folder)))
