@@ -275,7 +275,7 @@ def _run_jobs(jobs: Sequence[MegatronJob], first: int, ranks: int, folder: Path,
         began, found = time.monotonic(), dict[str, Any]()
         join_ranks(folder / f"store-{number}", rank, ranks)
         try:
-            found = differences(jobs[number])
+            found = differences(jobs[number], rank)
             dist.barrier()
         except ConfigError as error:
             found = {_REFUSAL: str(error)}
@@ -287,14 +287,14 @@ def _run_jobs(jobs: Sequence[MegatronJob], first: int, ranks: int, folder: Path,
         part.rename(part.with_suffix(".json"))
 
 
-def differences(job: MegatronJob) -> dict[str, float]:
+def differences(job: MegatronJob, rank: int) -> dict[str, float]:
     """Return the relative differences of Megatron Core from transformers on this rank, by name. Ranks call together."""
     from nemo_rl.models.megatron.backend import MegatronBackend
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     stop_model_parallel()  # the groups of the job before
     backend = MegatronBackend(job.task.policy, _CPU, job.task.layout, init_reference_model=False)
-    return _converted(backend, job.expected) | _trained(backend, job) | _stepped(backend, job.expected)
+    return _converted(backend, job.expected) | _trained(backend, job, rank) | _stepped(backend, job.expected)
 
 
 def _converted(backend: Any, expected: Expected) -> dict[str, float]:
@@ -305,10 +305,10 @@ def _converted(backend: Any, expected: Expected) -> dict[str, float]:
     return dict.fromkeys([f"{_EXPORTED}{name}" for name in [*missing, *changed]], 1.0)
 
 
-def _trained(backend: Any, job: MegatronJob) -> dict[str, float]:
+def _trained(backend: Any, job: MegatronJob, rank: int) -> dict[str, float]:
     """Compare the scores of this rank, and the loss and the norm of all ranks, and make a step."""
     task, reference = job.task, job.expected.reference
-    place = task.layout.data_parallel_rank(dist.get_rank())
+    place = task.layout.data_parallel_rank(rank)
     rows = list(task.microbatches(place))
     inputs = [build_training_inputs(each, InputLayout(task.policy.sequence_packing.enabled), _CPU) for each in rows]
     errors: list[float] = []
@@ -322,7 +322,7 @@ def _trained(backend: Any, job: MegatronJob) -> dict[str, float]:
         return loss
 
     backend.run(inputs, train, backward=True)
-    counts = dist.get_rank() in task.layout.result_ranks
+    counts = rank in task.layout.result_ranks
     total = torch.tensor(sum(losses) if counts else 0.0, dtype=torch.float64)
     dist.all_reduce(total)
     norm, _ = backend.clip_and_step()

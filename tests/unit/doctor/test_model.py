@@ -117,10 +117,10 @@ def test_missing_gradients_of_routers_are_found(tmp_path, monkeypatch) -> None:
 def test_a_rank_that_dies_fails_its_model_and_not_the_next(tmp_path, monkeypatch) -> None:
     trained = megatron_cells._trained
 
-    def dies(backend, job):
-        if job.task.probe_model.config.model_type == "qwen2" and torch.distributed.get_rank() == 1:
+    def dies(backend, job, rank):
+        if job.task.probe_model.config.model_type == "qwen2" and rank == 1:
             os.abort()
-        return trained(backend, job)
+        return trained(backend, job, rank)
 
     monkeypatch.setattr(megatron_cells, "_trained", dies)
     cells = on_mesh("PP 2", small_models(tmp_path, "qwen2", "llama"))
