@@ -1,6 +1,7 @@
 """Test model types on meshes: each must be right, or refused before the ranks start.
 
     python tools/mesh_sweep.py [--types llama,olmo] [--meshes tp2,pp2] [--part 1/4] [--rows packed] [--out FILE]
+    python tools/mesh_sweep.py --variant SEED      # other sizes and options of each type (`parity.variants`)
 
 Every causal language model type of the installed transformers is built small, checked as a run checks it before Ray
 starts, and, if accepted, trained for one update by the training backend on real gloo ranks. The result is compared with
@@ -66,6 +67,7 @@ class Cell:
         result: `right`, `refused`, or a fault: `wrong`, `crashed`, `refused late`.
         told: the difference, or the message.
         check_s: seconds of the check.
+        seed: seed of a variant, or None for the usual sizes.
     """
 
     model_type: str
@@ -74,9 +76,12 @@ class Cell:
     result: str
     told: str
     check_s: float
+    seed: int | None = None
 
 
-def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: bool = True) -> Iterator[Cell]:
+def sweep(
+    model_type: str, meshes: list[str], *, packed: bool = False, judged: bool = True, seed: int | None = None
+) -> Iterator[Cell]:
     """Yield the cells of one model type.
 
     Args:
@@ -84,12 +89,13 @@ def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: b
         meshes: keys of `MESHES`.
         packed: pack rows instead of padding them.
         judged: run accepted meshes; otherwise their result is `accepted`.
+        seed: of a variant (`parity.variants`); the usual sizes by default.
 
     Raises:
         ValueError: no small model of the type can be built.
     """
     with tempfile.TemporaryDirectory(prefix="mesh-sweep-") as folder:
-        name = save_tiny_model(model_type, Path(folder) / "model")
+        name = save_tiny_model(model_type, Path(folder) / "model", seed)
         judge = _Judge(name)
         rows = "packed" if packed else "padded"
         for mesh in meshes:
@@ -99,14 +105,15 @@ def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: b
             try:
                 DTensorTraining().check(policy, ranks)
             except ConfigError as error:
-                yield Cell(model_type, mesh, rows, "refused", str(error), time.monotonic() - began)
+                told = str(error).replace(name, model_type)
+                yield Cell(model_type, mesh, rows, "refused", told, time.monotonic() - began, seed)
                 continue
             except Exception as error:  # noqa: BLE001  (such faults are a result of the sweep)
-                yield Cell(model_type, mesh, rows, "crashed", repr(error), time.monotonic() - began)
+                yield Cell(model_type, mesh, rows, "crashed", repr(error), time.monotonic() - began, seed)
                 continue
             check_s = time.monotonic() - began
             result = judge.result(asked, ranks, packed) if judged else ("accepted", "")
-            yield Cell(model_type, mesh, rows, *result, check_s)
+            yield Cell(model_type, mesh, rows, *result, check_s, seed)
 
 
 class _Judge:
@@ -150,6 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--meshes", default=",".join(MESHES), help="comma-separated; all by default")
     parser.add_argument("--part", default="1/1", help="part of the types to run, for example 2/4")
     parser.add_argument("--rows", default="padded,packed", help="comma-separated; both by default")
+    parser.add_argument("--variant", type=int, help="seed of other sizes and options")
     parser.add_argument("--check-only", action="store_true", help="do not run what the check accepts")
     parser.add_argument("--out", type=Path, help="append one JSON object per line to this file")
     given = parser.parse_args(arguments)
@@ -173,29 +181,31 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if counts.keys() <= {*GOOD, "accepted", "not built"} else 1
 
 
-type _Key = tuple[str, str, str]
-"""Model type, mesh and rows of a cell."""
+type _Key = tuple[str, str, str, int | None]
+"""Model type, mesh, rows and seed of a cell."""
 
 
 def _stored(file: Path | None) -> dict[_Key, Cell]:
     if file is None or not file.exists():
         return {}
     cells = [Cell(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {(cell.model_type, cell.mesh, cell.rows): cell for cell in cells}
+    return {(cell.model_type, cell.mesh, cell.rows, cell.seed): cell for cell in cells}
 
 
 def _cells(model_type: str, given: argparse.Namespace, before: Mapping[_Key, Cell]) -> Iterator[Cell]:
-    if (model_type, "-", "-") in before:
+    seed = given.variant
+    if (model_type, "-", "-", seed) in before:
         return
     for rows in given.rows.split(","):
-        meshes = [mesh for mesh in given.meshes.split(",") if (model_type, mesh, rows) not in before]
+        meshes = [mesh for mesh in given.meshes.split(",") if (model_type, mesh, rows, seed) not in before]
         try:
-            yield from sweep(model_type, meshes, packed=rows == "packed", judged=not given.check_only)
+            judged = not given.check_only
+            yield from sweep(model_type, meshes, packed=rows == "packed", judged=judged, seed=seed)
         except ValueError as error:
-            yield Cell(model_type, "-", "-", "not built", str(error), 0.0)
+            yield Cell(model_type, "-", "-", "not built", str(error), 0.0, seed)
             return
         except Exception:  # noqa: BLE001  (one type does not end the sweep)
-            yield Cell(model_type, "-", rows, "crashed", traceback.format_exc().strip().splitlines()[-1], 0.0)
+            yield Cell(model_type, "-", rows, "crashed", traceback.format_exc().strip().splitlines()[-1], 0.0, seed)
 
 
 def _be_quiet() -> None:

@@ -30,6 +30,10 @@ from nemo_rl.utils.errors import ConfigError  # noqa: E402
 DEFAULT_PAGE = ROOT / "docs/reference/model-support.md"
 TRIALS = ROOT / "docs/reference/model-support.jsonl"
 """Results of `model_trials.py`: one line of JSON for each model type."""
+MEGATRON_TRIALS = ROOT / "docs/reference/model-support-megatron.jsonl"
+"""Results of `megatron_trials.py`: one line for each cell."""
+VARIANTS = ROOT / "docs/reference/model-support-variants.jsonl"
+"""Results of `mesh_sweep.py --variant`: one line for each cell."""
 PARITY = ROOT / "docs/reference/parity.md"
 PARITY_MEGATRON = ROOT / "docs/reference/parity-megatron.md"
 YES, NONE = "yes", "–"
@@ -275,7 +279,28 @@ refused; the doctor prints the reasons. `python tools/model_trials.py` makes the
 
 """
 
-_TRIAL_COLUMNS = ("model type", *MESHES, "shared prompts", "LoRA", "Megatron Core", "tried")
+_TRIAL_COLUMNS = ("model type", *MESHES, "shared prompts", "LoRA", "tried")
+_OF_MEGATRON = """
+## All types and meshes of Megatron Core
+
+These are the same trials for the types that Megatron Core trains, on a small model of each: the largest relative
+difference of loss, log-probabilities and the norm of the gradient from transformers in one process, in float32, and of
+each weight after a step of SGD by the names of the files, as a fraction of its tensor's largest step; before it, the
+exported weights are those of the files bit for bit. Tensor parallelism with stages has sequence parallelism, without
+which Megatron Core trains no experts. `python tools/megatron_trials.py` makes the results. All other types are refused
+by name.
+
+"""
+_OF_VARIANTS = """
+## Sizes and options that nobody chose
+
+`python tools/mesh_sweep.py --variant SEED` draws the numbers of heads, layers, experts and tokens, sizes of heads,
+biases, norms of queries and keys, tied embeddings, caps, windows and rotary scalings of each type, and compares one
+update with transformers' own model in float64, padded and packed. A cell counts the results of all seeds. `wrong` or
+`crashed` would be an error that no check has found before the start.
+
+"""
+_VARIANT_COLUMNS = {"1": "one rank", "tp2": "TP 2", "cp2": "CP 2", "pp2": "PP 2"}
 
 _COLUMNS = (
     *("model type", "packed rows", "plan", "tensor parallel", "context parallel", "pipeline", "expert parallel"),
@@ -312,7 +337,33 @@ def trial_rows() -> Iterator[tuple[str, ...]]:
         of_meshes = [_both(cells, "training", mesh) for mesh in MESHES]
         shared = _number(cells.get("training, one rank, shared prompts"))
         adapted = _number(cells.get("LoRA, one rank, packed"))
-        yield (f"`{kind}`", *of_meshes, shared, adapted, _both(cells, "Megatron Core", "one rank"), row["date"])
+        yield (f"`{kind}`", *of_meshes, shared, adapted, row["date"])
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def megatron_rows() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each type that Megatron Core trains."""
+    trials = [trial for trial in _lines(MEGATRON_TRIALS) if trial["seed"] is None]
+    for kind in sorted({trial["model_type"] for trial in trials}):
+        mine = [trial for trial in trials if trial["model_type"] == kind]
+        cells = {f"{MEGATRON}, {trial['what']}": (trial["result"], trial["difference"]) for trial in mine}
+        yield (f"`{kind}`", *(_both(cells, MEGATRON, mesh) for mesh in MESHES), max(trial["date"] for trial in mine))
+
+
+MEGATRON = "Megatron Core"
+
+
+def variant_rows() -> Iterator[tuple[str, ...]]:
+    """Yield the numbers of results of each type over all seeds."""
+    cells = [cell for cell in _lines(VARIANTS) if cell["mesh"] in _VARIANT_COLUMNS]
+    for kind in sorted({cell["model_type"] for cell in cells}):
+        mine = [cell for cell in cells if cell["model_type"] == kind]
+        results = [[cell["result"] for cell in mine if cell["mesh"] == mesh] for mesh in _VARIANT_COLUMNS]
+        shown = [", ".join(f"{each.count(one)} {one}" for one in sorted({*each})) or NONE for each in results]
+        yield (f"`{kind}`", str(len({cell["seed"] for cell in mine})), *shown)
 
 
 def _both(cells: Mapping[str, tuple[str, float | None]], part: str, mesh: str) -> str:
@@ -347,6 +398,10 @@ def page() -> str:
     legend = "".join(f"| {cell} | {meaning} |\n" for cell, meaning in _LEGEND.items())
     head = _HEAD.replace("{legend}\n", f"| cell | means |\n|---|---|\n{legend}")
     tried = _TRIALS + _table(_TRIAL_COLUMNS, trial_rows()) if TRIALS.exists() else ""
+    if MEGATRON_TRIALS.exists():
+        tried += _OF_MEGATRON + _table(("model type", *MESHES, "tried"), megatron_rows())
+    if VARIANTS.exists():
+        tried += _OF_VARIANTS + _table(("model type", "seeds", *_VARIANT_COLUMNS.values()), variant_rows())
     return f"{head}{table}{_TAIL}{refused}.\n{_PROOF}{tests}{_RUN}{tried}"
 
 

@@ -4,7 +4,8 @@
 
 One line of JSON per type is stored in `docs/reference/model-support.jsonl`, from which `tools/model_support_table.py`
 makes the page. Types that are stored for the installed version of transformers are skipped, so the tool can be stopped
-and started again; `--again` tries them again. The exit status is 1 if a trial failed.
+and started again; `--again` tries them again. The exit status is 1 if a trial failed. `tools/megatron_trials.py` does
+the same for Megatron Core.
 """
 
 import argparse
@@ -16,19 +17,20 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from model_support_table import TRIALS, stored_trials
-from parity.every_type import model_types, tiny_model
+from parity.every_type import model_types, tiny_form
 
 from nemo_rl.commands.doctor.model import Question
 from nemo_rl.commands.doctor.model_cells import Cell, TrialResult
 from nemo_rl.utils.errors import ConfigError
 
-_LONGEST_REASON = 200
+_LONGEST_REASON = 300
 
 
 def tried(model_type: str, engines: Sequence[str] = ()) -> dict[str, Any]:
@@ -36,8 +38,9 @@ def tried(model_type: str, engines: Sequence[str] = ()) -> dict[str, Any]:
     began, cells, reason = time.monotonic(), list[Cell](), ""
     try:
         with tempfile.TemporaryDirectory(prefix="model-trials-") as folder:
-            tiny_model(model_type).config.save_pretrained(folder)
-            cells = list(Question.of(folder, []).cells(engines))
+            tiny_form(model_type)[1].save_pretrained(folder)
+            found = list(Question.of(folder, []).cells(engines, megatron=False))
+            cells = [replace(cell, told=cell.told.replace(folder, model_type)) for cell in found]
     except (ValueError, ConfigError) as error:
         reason = str(error)[:_LONGEST_REASON]
     return {

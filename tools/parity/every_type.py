@@ -1,11 +1,14 @@
 """Make a tiny model of every causal language model type that the installed transformers knows.
 
 Sizes are set by the names of configuration fields, so types of later versions need no change here; `SPECIAL` has
-further fields of single types. Invariant: sizes divide by 2, all randomness in training is off, and a model has every
-kind of layer that its configuration can have in four layers.
+further fields of single types. With a seed, other sizes and options are drawn (`variants`). Invariant: sizes divide by
+2 without a seed, all randomness in training is off, and a model has every kind of layer that its configuration can have
+in four layers.
 """
 
 import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from parity import variants
 from parity.models import VOCABULARY
 
 _LAYERS = 4
@@ -90,6 +94,24 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128, "mlp_multipliers": [0.9, 1.1], "embedding_multiplier": 3.0},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
     "minicpm3": {"scale_emb": 3, "dim_model_base": 32},
+    "nemotron_h": {"sliding_window": None, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 16,
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    },
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+    },
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"] * 2, "router_hidden_size": 16},
 }
 """Fields that a single type needs in addition to `_SIZES`."""
 
@@ -99,48 +121,93 @@ def model_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_model(model_type: str) -> PreTrainedModel:
+def tiny_model(model_type: str, seed: int | None = None) -> PreTrainedModel:
     """Make a model in float32 with random weights, in eval mode.
+
+    Args:
+        model_type: name of the type.
+        seed: of a variant; the usual sizes by default.
+
+    Raises:
+        ValueError: no small configuration of the type gives a working model; lists the error of each attempt.
+    """
+    return tiny_form(model_type, seed)[0]
+
+
+def tiny_form(model_type: str, seed: int | None = None) -> tuple[PreTrainedModel, PretrainedConfig]:
+    """Make a `tiny_model`, and the configuration of files that it is loaded from, which may describe more than text.
 
     Raises:
         ValueError: no small configuration of the type gives a working model; lists the error of each attempt.
     """
     reasons: list[str] = []
-    for values in _attempts():
+    for values in _attempts() if seed is None else _variants(model_type, seed):
         try:
-            model = _made(_small(CONFIG_MAPPING[model_type], values | SPECIAL.get(model_type, {})))
+            config = _small(CONFIG_MAPPING[model_type], values, model_type, seed)
+            model = _made(deepcopy(config))
             _require_running(model)
-            return model
+            return model, config
         except Exception as error:  # noqa: BLE001  (the code of any architecture)
             reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}")
     raise ValueError("; ".join(dict.fromkeys(reasons)))
 
 
-def save_tiny_model(model_type: str, folder: Path) -> str:
+def save_tiny_model(model_type: str, folder: Path, seed: int | None = None) -> str:
     """Write a `tiny_model` to a folder; return the folder's name."""
-    tiny_model(model_type).save_pretrained(folder)
+    tiny_model(model_type, seed).save_pretrained(folder)
     return str(folder)
 
 
-def _attempts() -> list[dict[str, Any]]:
+def _attempts(sizes: Mapping[str, Any] = _SIZES) -> list[dict[str, Any]]:
     """Return sizes to try, in order: some types need equal numbers of key and query heads, or compute some sizes."""
-    same_heads = dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "num_kv_heads"), 4)
-    kept = [name for name in _SIZES if name not in ("head_dim", "qk_head_dim", "rotary_dim")]
+    heads = sizes["num_attention_heads"]
+    same_heads = dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "num_kv_heads"), heads)
+    kept = [name for name in sizes if name not in ("head_dim", "qk_head_dim", "rotary_dim")]
     fewest = [name for name in kept if not name.startswith(("mamba", "q_lora", "index", "chunk"))]
-    return [_SIZES, _SIZES | same_heads, {name: _SIZES[name] for name in kept}, {name: _SIZES[name] for name in fewest}]
+    forms = [[*sizes], kept, fewest]
+    with_same = [{**sizes, **same_heads}] if sizes["num_key_value_heads"] != heads else []
+    return [{**sizes}, *with_same, *({name: sizes[name] for name in form} for form in forms[1:])]
 
 
-def _small(kind: type[PretrainedConfig], values: dict[str, Any]) -> PretrainedConfig:
-    """Build a configuration of a class; parts for text and other inputs get the same sizes."""
+def _variants(model_type: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the sizes of a variant, and then with groups of fields at their usual values."""
+    drawn = variants.sizes(seed, model_type)
+    for usual in variants.OPTIONAL:
+        own = {name: value for name, value in drawn.items() if name not in usual}
+        for sizes in _attempts(_SIZES | own):
+            yield sizes | {"rope_parameters": None if "rope_parameters" in usual else _DRAWN}
+
+
+_DRAWN = object()
+"""Value of `rope_parameters` that stands for drawn parameters."""
+
+
+def _small(
+    kind: type[PretrainedConfig], values: dict[str, Any], model_type: str, seed: int | None = None
+) -> PretrainedConfig:
+    """Build a configuration of a class; parts for text and other inputs get the same sizes.
+
+    Args:
+        kind: the class.
+        values: of the fields, of which it takes those that it has.
+        model_type: key of `SPECIAL`; "" if the part has no special fields.
+        seed: of a variant.
+    """
     default = kind()
+    special = SPECIAL.get(model_type, {}) if model_type else {"layer_types": None}
+    values = values | (special if seed is None else variants.retiled(special, seed, model_type))
+    own = {name: value for name, value in values.items() if value is not _DRAWN}
+    if seed is not None and model_type and len(own) < len(values):
+        usual = getattr(default, "rope_parameters", None)
+        own["rope_parameters"] = variants.rotary(usual, variants.draw_for(seed, model_type))
     parts: dict[str, Any] = {}
     for name in kind.sub_configs:
         if isinstance(getattr(default, name, None), PretrainedConfig):
             inner = type(getattr(default, name))
-            special = SPECIAL.get(inner.model_type, {}) if name == "text_config" else {"layer_types": None}
-            parts[name] = _small(inner, values | special).to_dict()
+            parts[name] = _small(inner, values, inner.model_type if name == "text_config" else "", seed).to_dict()
     known = {*vars(default), *kind.attribute_map, *getattr(kind, "__dataclass_fields__", {})}
-    given = {name: value for name, value in values.items() if name in known and value is not None}
+    unset = variants.MAY_BE_NONE if seed is not None else ()
+    given = {name: value for name, value in own.items() if name in known and (value is not None or name in unset)}
     given |= {name: 0.0 for name, value in vars(default).items() if _OFF.search(name) and isinstance(value, float)}
     return kind(**given | parts)
 
@@ -148,7 +215,9 @@ def _small(kind: type[PretrainedConfig], values: dict[str, Any]) -> PretrainedCo
 def _made(config: PretrainedConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, experts_implementation="eager"
+        )
         if sum(parameter.numel() for parameter in model.parameters()) > 20_000_000:
             raise ValueError("its configuration has no small form")
         with torch.no_grad():

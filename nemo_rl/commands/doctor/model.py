@@ -72,13 +72,18 @@ class Question:
         require_text_model(model, policy.model_name)
         return cls(policy, model)
 
-    def cells(self, engines: Sequence[str] = _ENGINES) -> Iterator[Cell]:
-        """Yield a cell for each trial, as soon as it ends."""
+    def cells(self, engines: Sequence[str] = _ENGINES, *, megatron: bool = True) -> Iterator[Cell]:
+        """Yield a cell for each trial, as soon as it ends.
+
+        Args:
+            engines: engines to try.
+            megatron: also train with Megatron Core.
+        """
         for trial in trials(self.policy):
             yield train_cell(self.policy, self.model, trial)
         try:
             with saved_small_copy(self.policy, self.model) as copy:
-                yield from copy.megatron_cells()
+                yield from copy.megatron_cells() if megatron else ()
                 for backend in engines:
                     yield from copy.engine_cells(backend, ("float32", "bfloat16"))
         except ConfigError as error:

@@ -9,50 +9,40 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from nemo_rl.commands.conformance.case import Case
 from nemo_rl.commands.conformance.run import check_engine
-from nemo_rl.commands.doctor.model_cells import PACKED, PADDED, Cell, TrialResult, measured
-from nemo_rl.config import ClusterConfig, MegatronConfig, PolicyConfig
+from nemo_rl.commands.doctor.megatron_cells import SmallModel, megatron_cells
+from nemo_rl.commands.doctor.model_cells import Cell, TrialResult, measured
+from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.files.trusted_code import copy_code
-from nemo_rl.models.dtensor.build import Found
-from nemo_rl.models.dtensor.proof.children import Failure, answers
-from nemo_rl.models.dtensor.proof.mesh_proof import join_ranks
-from nemo_rl.models.dtensor.proof.numbers import Reference, Task, one_process
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings
-from nemo_rl.models.huggingface.folders import TENSOR_FILES
 from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.megatron.training_backend import MegatronTraining
-from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 
-_DEADLINE_S = 240.0
 _CONTEXT, _VOCABULARY = 256, 512
 _CALM = 0.4
 """Factor of the copy's matrices. With the larger weights of a proof, rounding to bfloat16 changes log-probabilities by
 1, as much as an error does."""
 _PROPERTIES = ("logprobs", "update")
 """Properties of `conformance` that an engine must have: the distributions of the folder and of two weight updates."""
-_MEGATRON_TOLERANCE = 1e-4
-"""Largest accepted relative difference of a log-probability, the loss and the norm of the gradient in float32. Without
-the gradients of its routers, the norm of a small DeepSeek-V3 differs by 4e-4."""
 _ENGINE_TOLERANCE = 1e-3
 """Largest accepted difference of a log-probability of an engine in float32 from transformers."""
 _ROUNDING = 2.0
 """Largest accepted mean distance of an engine in bfloat16 from transformers in float32, as a multiple of that of
 transformers in bfloat16."""
-_CPU = torch.device("cpu")
+_ONE = SmallMesh(ParallelLayout(), 1)
+_PARTS = SmallMesh(ParallelLayout(pp=2, tp=2), virtual=2)
+"""Mesh whose ranks divide the copy: heads and vocabulary by two, and four layers into stages."""
 
 
 @contextmanager
@@ -62,11 +52,11 @@ def saved_small_copy(base: PolicyConfig, model: PretrainedConfig) -> Iterator["S
     Raises:
         ConfigError: the architecture's code does not run.
     """
-    one, form = SmallMesh(ParallelLayout(), 1), deepcopy(model)
+    form = deepcopy(model)
     text: Any = form.get_text_config()
     text.vocab_size = max(text.vocab_size, _VOCABULARY)
     padded = base.sequence_packing.model_copy(update={"enabled": False})
-    hf = small_model(form, small_policy(base.model_copy(update={"sequence_packing": padded}), one), one)
+    hf = small_model(form, small_policy(base.model_copy(update={"sequence_packing": padded}), _ONE), _PARTS)
     with torch.no_grad():
         for parameter in hf.parameters():
             if parameter.dim() > 1:
@@ -93,28 +83,8 @@ class SmallCopy:
         self._base, self._hf, self.folder = base, hf, folder
 
     def megatron_cells(self) -> Iterator[Cell]:
-        """Yield the cells of Megatron Core on one rank: the rows, and the conversion of the weights in both ways."""
-        for what in (PADDED, PACKED):
-            yield measured("Megatron Core", f"one rank, {what}", partial(self._megatron, packed=what == PACKED))
-
-    def _megatron(self, *, packed: bool) -> tuple[TrialResult, str, float | None]:
-        section = MegatronConfig.build(enabled=True, **_UNCLIPPED)
-        packing = self._base.sequence_packing.model_copy(update={"enabled": packed})
-        changed = {"megatron_cfg": section, "sequence_packing": packing, "precision": "float32", "generation": None}
-        disabled = self._base.dtensor_cfg.model_copy(update={"enabled": False})
-        policy = self._base.model_copy(update=changed | {"dtensor_cfg": disabled, "max_grad_norm": None})
-        MegatronTraining().check_sizes(policy, 1)
-        if find_spec("megatron") is None:
-            return TrialResult.SKIPPED, "needs the extra mcore", None
-        policy = policy.model_copy(update={"model_name": self.folder})
-        task = Task(self._hf, policy, ParallelLayout(), Found("eager", shares_prompts=False, transform=None))
-        found = answers(lambda _: _megatron_difference(task), 1, _DEADLINE_S, own_group=True)
-        if isinstance(found, Failure):
-            return TrialResult.REFUSED if found.refused else TrialResult.FAILED, found.what, None
-        name, worst = max(found[0].items(), key=lambda item: item[1])
-        if worst > _MEGATRON_TOLERANCE:
-            return TrialResult.FAILED, f"{name} differs by {worst:.1e} of its size", worst
-        return TrialResult.RIGHT, "float32", worst
+        """Yield the cells of Megatron Core: the rows on each mesh, and the conversion of the weights in both ways."""
+        yield from megatron_cells(SmallModel(self._base.model_name, self._base, self._hf, self.folder))
 
     def engine_cells(self, backend: str, precisions: Sequence[str]) -> Iterator[Cell]:
         """Yield a cell for each precision of an engine: log-probabilities of the files and after two weight updates."""
@@ -152,54 +122,3 @@ def _reason(failure: str) -> str:
     lines = failure.strip().splitlines()
     named = [line for line in lines if line.partition(": ")[0].endswith(("Error", "Exception"))]
     return named[-1] if named else lines[0]
-
-
-_UNCLIPPED: dict[str, Any] = {
-    "optimizer": {"clip_grad": 0.0},
-    "moe_router_dtype": "fp64",
-    "freeze_moe_router": False,
-}
-"""Settings with which all weights have gradients, and experts are chosen as in the reference."""
-
-
-def _megatron_difference(task: Task) -> dict[str, float]:
-    """Return the relative differences of Megatron Core from transformers, on one rank in this process, by name."""
-    from nemo_rl.models.megatron.backend import MegatronBackend
-
-    reference = one_process(task)
-    with tempfile.TemporaryDirectory(prefix="nrl-small-") as folder:
-        join_ranks(Path(folder) / "store", 0, 1)
-        backend = MegatronBackend(task.policy, _CPU, ParallelLayout(), init_reference_model=False)
-        return _converted(backend, Path(task.policy.model_name)) | _trained(backend, task, reference)
-
-
-def _converted(backend: Any, folder: Path) -> dict[str, float]:
-    """Compare the exported weights with the files, which must be equal bit for bit."""
-    files = {name: tensor for file in folder.glob(TENSOR_FILES) for name, tensor in load_file(file).items()}
-    exported = dict(backend.iterate_weights())
-    missing = files.keys() ^ exported.keys()
-    changed = [name for name in files.keys() & exported.keys() if not torch.equal(files[name], exported[name])]
-    return dict.fromkeys([f"the exported {name}" for name in [*missing, *changed]], 1.0)
-
-
-def _trained(backend: Any, task: Task, reference: Reference) -> dict[str, float]:
-    rows = list(task.microbatches(0))
-    inputs = [build_training_inputs(each, InputLayout(task.policy.sequence_packing.enabled), _CPU) for each in rows]
-    errors: list[float] = []
-    losses: list[float] = []
-
-    def train(index: int, scores_K: torch.Tensor, entropy_K: torch.Tensor) -> torch.Tensor:
-        scores, wanted = inputs[index].scatter(scores_K), reference.scores[0, index]
-        errors.append(float((scores.detach() - wanted).abs().max() / wanted.abs().max()))
-        loss = -(scores * rows[index]["weights"]).sum()
-        losses.append(loss.item())
-        return loss
-
-    backend.run(inputs, train, backward=True)
-    norm, _ = backend.clip_and_step()
-    scale = max(abs(reference.loss), 1.0)
-    return {
-        "a log-probability": max(errors),
-        "the loss": abs(sum(losses) - reference.loss) / scale,
-        "the gradient's norm": abs(norm - reference.norm) / reference.norm,
-    }

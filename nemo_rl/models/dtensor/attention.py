@@ -37,7 +37,9 @@ from nemo_rl.models.training.shared_prefixes import share_prefixes
 from nemo_rl.utils.errors import ConfigError
 
 VARLEN_ATTENTION = "nemo_rl_varlen"
-_REFUSED_ARGUMENTS = ("position_bias", "head_mask")
+_WITHOUT_EFFECT = ("cache_position", "cu_seq_lens_k", "position_ids", "seq_idx")
+"""Tensors that models pass to every attention function, and that change no score. All others are refused, because a
+bias or a choice of keys (`block_indices` of MiniMax-M3) that is left out may only show in rows longer than a test's."""
 
 
 class DividedRow(Protocol):
@@ -89,7 +91,7 @@ def varlen_attention(
         cu_seq_lens_q: `[S + 1]` int32 segment boundaries in the packed row; None for plain rows.
         max_length_q: length of the longest segment.
         divided_row: a row that is divided over ranks: its segments, and functions that move its tokens.
-        **kwargs: other arguments of the model; arguments that change the scores are refused.
+        **kwargs: other arguments of the model; tensors are refused, because they may change the scores.
 
     Returns:
         `([b, T, H, D_v] output, None)`.
@@ -113,7 +115,7 @@ def varlen_attention(
 
 
 def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    given = [name for name in _REFUSED_ARGUMENTS if kwargs.get(name) is not None]
+    given = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _WITHOUT_EFFECT]
     if attention_mask is not None and attention_mask.dim() > 0:
         given.append("a mask of its own")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:

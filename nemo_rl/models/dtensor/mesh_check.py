@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.data.images.families import FAMILIES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
 from nemo_rl.models.capacity.memory_trace import (
@@ -51,6 +52,13 @@ _TRAINED = ("policy", "value")
 
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "mlp", "moe", "layers without attention heads")
 """Kinds of layers in which context-parallel ranks may divide rows. The proof refuses unknown ones of these kinds."""
+
+_PACKED_BY_TESTS = (
+    *("cohere2", "deepseek_v3", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite"),
+    *("llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+)
+"""Types whose packed rows tests compare with padded ones, so that a run need not prove them."""
 
 type PlanFor = Callable[[PretrainedConfig], object]
 """Function that raises `ConfigError` if there is no tensor-parallel plan, or ranks do not divide heads of a layer."""
@@ -92,12 +100,14 @@ def check_mesh(
 def needs_proof(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig) -> bool:
     """Return whether rows and mesh must be tested on a small model before a run.
 
-    They must be if ranks hold parts of the model or of rows, if rows are packed for layers that are no plain attention,
-    or if frequencies depend on a batch's longest row. The ranks test all packed rows again.
+    They must be if ranks hold parts of the model or of rows, if rows are packed for layers that are no plain attention
+    or for a type that tests do not pack, or if frequencies depend on a batch's longest row. The ranks test all packed
+    rows again.
     """
     text = model.get_text_config()
     divided = layout.num_ranks > layout.data_parallel_size or layout.ep > 1
-    packed = policy.sequence_packing.enabled and text is model and bool(mixing_layers(text))
+    plain = text.model_type in _PACKED_BY_TESTS and not mixing_layers(text)
+    packed = policy.sequence_packing.enabled and model.model_type not in FAMILIES and not plain
     return divided or packed or "dynamic" in str(getattr(text, "rope_parameters", None))
 
 

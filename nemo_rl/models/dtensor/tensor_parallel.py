@@ -255,6 +255,8 @@ def _run_between(
 def _blocks(hf: PreTrainedModel, divided: Iterable[str], recurrent: Collection[str] = ()) -> list[str]:
     """Return the names of the direct children of decoder layers that contain one of these modules or parameters.
 
+    If a child is a list, as the two attention blocks of a LongCat layer are, each of its items is a block.
+
     Args:
         divided: names of modules and parameters.
         recurrent: names of recurrent layers. These are blocks also where they are not direct children.
@@ -268,8 +270,15 @@ def _blocks(hf: PreTrainedModel, divided: Iterable[str], recurrent: Collection[s
         if own is not None:
             found[own] = None
         elif layer is not None:
-            found[f"{layer}.{name.removeprefix(f'{layer}.').split('.')[0]}"] = None
+            found[_part_of_layer(hf, layer, name)] = None
     return list(found)
+
+
+def _part_of_layer(hf: PreTrainedModel, layer: str, name: str) -> str:
+    """Return the name of the direct child of a layer that contains a module, or of the child's item if it is a list."""
+    parts = name.removeprefix(f"{layer}.").split(".")
+    child = hf.get_submodule(f"{layer}.{parts[0]}")
+    return ".".join([layer, *parts[: 2 if isinstance(child, nn.ModuleList) else 1]])
 
 
 def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
@@ -278,7 +287,8 @@ def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
     These are all children with a matrix. Children with vectors only (norms) process tokens separately.
     """
     names = {id(module): name for name, module in hf.named_modules()}
-    children = [child for layer in decoder_layers(hf) for child in layer.children()]
+    direct = [child for layer in decoder_layers(hf) for child in layer.children()]
+    children = [item for child in direct for item in (child if isinstance(child, nn.ModuleList) else [child])]
     with_matrices = [child for child in children if any(parameter.dim() > 1 for parameter in child.parameters())]
     return [names[id(child)] for child in with_matrices if names[id(child)] not in blocks]
 

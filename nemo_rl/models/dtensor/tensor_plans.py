@@ -195,6 +195,8 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     of_mixers = tuple(f"{name}." for name in mixers)
     present = {_pattern(name) for name in names if not name.startswith(of_mixers)}
     brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added and name in present}
+    # # Experts that `expert_parallel` does not know stay whole on every rank: their fused tensors are no linear layers.
+    brought = {name: style for name, style in brought.items() if not name.rpartition(".")[0].endswith(".experts")}
     plan = _read(brought, type(hf).__name__) | added
     if not any(style.how == "row" for style in plan.values()):
         raise ConfigError(

@@ -78,6 +78,9 @@ def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor
     return hidden
 
 
+WITH_LAYERS = "Models that read from left to right can be trained here; choose one of these, also as a reward model."
+
+
 def decoder_layers(hf: "PreTrainedModel") -> list[nn.Module]:
     """Return the decoder's repeated blocks, which are the units of sharding, in order.
 
@@ -90,7 +93,7 @@ def decoder_layers(hf: "PreTrainedModel") -> list[nn.Module]:
     names = set(hf._no_split_modules or ())
     blocks = [module for module in hf.modules() if type(module).__name__ in names]
     if not blocks:
-        raise ConfigError(f"{type(hf).__name__} has no list of decoder layers to shard by.")
+        raise ConfigError(f"{type(hf).__name__} has no list of decoder layers to shard by. {WITH_LAYERS}")
     return blocks
 
 

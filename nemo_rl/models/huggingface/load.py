@@ -9,6 +9,7 @@ tokens to other experts. Engines hold all of these weights in float32, or round 
 training, weight syncs and engines of the library use the functions of this module, so they keep the same weights.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+logger = logging.getLogger(__name__)
+
 PRECISIONS: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -45,6 +48,13 @@ WITHOUT_PACKING = (
     "Set policy.sequence_packing.enabled=false for this model "
     "(policy.dynamic_batching.enabled=true saves most of the padding instead)."
 )
+WITHOUT_DIVIDED_ROWS = (
+    "Leave policy.dtensor_cfg.context_parallel_size=1 and policy.dtensor_cfg.sequence_parallel=false, too."
+)
+_CHOOSE_KEYS = (
+    *("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"),
+)
+"""Values of `layer_types` whose layers choose the keys of a token by a mask of the whole row."""
 
 
 def torch_dtype(precision: str) -> torch.dtype:
@@ -160,7 +170,14 @@ def attention_choice(
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise ConfigError(
             f"{model_class.__name__} computes its attention in its own code, which supports neither packed rows nor "
-            f"rows that ranks divide. {WITHOUT_PACKING} Leave policy.dtensor_cfg.context_parallel_size=1."
+            f"rows that ranks divide. {WITHOUT_PACKING} {WITHOUT_DIVIDED_ROWS}"
+        )
+    sparse = sorted({*(getattr(config.get_text_config(), "layer_types", None) or ())} & {*_CHOOSE_KEYS})
+    if sparse:
+        raise ConfigError(
+            f"{config.model_type} has layers that choose few keys for each token by a mask of the whole row "
+            f"({', '.join(sparse)}). Packed rows, and rows that ranks divide, have no such mask. {WITHOUT_PACKING} "
+            f"{WITHOUT_DIVIDED_ROWS}"
         )
     return {"attn_implementation": attention_of_parts(config, attn_implementation)}
 
@@ -205,7 +222,25 @@ def load_model_config(
                 f"Its fields: {', '.join(sorted(config.to_dict()))}."
             )
         setattr(config, key, value)
+    _choose_experts(config)
     return config
+
+
+_OF_EXPERTS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size", "moe_latent_size")
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ALIGNED = 8
+"""Sizes whose multiples have rows of 16 bytes in every dtype, as PyTorch's grouped products need."""
+
+
+def _choose_experts(config: PretrainedConfig) -> None:
+    """Compute experts one after the other if PyTorch's grouped products do not support their sizes."""
+    text = config.get_text_config()
+    if not any(getattr(text, name, None) for name in _NUMBERS_OF_EXPERTS):
+        return
+    sizes = {name: size for name in _OF_EXPERTS if isinstance(size := getattr(text, name, None), int)}
+    if any(size % _ALIGNED for size in sizes.values()):
+        logger.info("Experts run one after the other: their sizes are no multiples of %d (%s).", _ALIGNED, sizes)
+        config._experts_implementation = "eager"
 
 
 OWN_CODE = "transformers_modules."

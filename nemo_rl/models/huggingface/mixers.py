@@ -245,9 +245,9 @@ _KINDS: tuple[tuple[set[str], Callable[[nn.Module], Mixer]], ...] = (
 def is_used_by_weight(name: str, module: nn.Module) -> bool:
     """Return whether the layer above a module computes with the module's weight instead of calling the module.
 
-    These are the convolutions of recurrent layers, and the projection of Mamba's time steps.
+    These are the convolutions of recurrent layers, the projection of Mamba's time steps, and the router of LongCat.
     """
-    return isinstance(module, nn.Conv1d) or name.endswith(".dt_proj")
+    return isinstance(module, nn.Conv1d) or name.endswith((".dt_proj", ".router.classifier"))
 
 
 def set_own_sizes(module: nn.Module, mixer: Mixer, ranks: int) -> None:

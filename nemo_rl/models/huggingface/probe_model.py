@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ContextManagers
 
-from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.huggingface.layers import WITH_LAYERS, decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -170,8 +170,8 @@ def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
     holder = next((module for module in lists if layers[0] in [*module]), None)
     if holder is None:
         raise ConfigError(
-            f"{type(model).__name__} has no list of decoder layers: {type(layers[0]).__name__} stands alone. Models "
-            "that read from left to right can be trained here; choose one of these, also as a reward model."
+            f"{type(model).__name__} has no list of decoder layers: {type(layers[0]).__name__} stands alone. "
+            f"{WITH_LAYERS}"
         )
     kept = [*{repr(_kind(layer)): index for index, layer in reversed([*enumerate(layers)])}.values()][::-1]
     others = [index for index in range(len(layers)) if index not in kept]

@@ -1,6 +1,7 @@
 """`nemo_rl doctor --model`: what it finds about a model is what a run finds, and planted faults are found."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ import torch
 from parity.every_type import tiny_model
 
 from nemo_rl.__main__ import main
-from nemo_rl.commands.doctor import small_copy
+from nemo_rl.commands.doctor import megatron_cells, small_copy
+from nemo_rl.commands.doctor.megatron_cells import MEGATRON_MESHES, PART, SmallModel, cells_of_mesh
 from nemo_rl.commands.doctor.model import Question
-from nemo_rl.commands.doctor.model_cells import Cell, Trial, TrialResult, train_cell
+from nemo_rl.commands.doctor.model_cells import PACKED, PADDED, Cell, Trial, TrialResult, train_cell
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -38,11 +40,12 @@ def cells_of(model_type: str, folder: Path) -> dict[str, Cell]:
 def test_a_dense_model_is_right_wherever_it_has_the_layers(tmp_path) -> None:
     cells = cells_of("llama", tmp_path)
     refused = {name for name, cell in cells.items() if cell.result is TrialResult.REFUSED}
-    assert refused == {"training, EP 2, padded", "training, EP 2, packed"}
+    assert refused == {f"{part}, EP 2, {rows}" for part in ("training", PART) for rows in (PADDED, PACKED)}
     assert "llama has no experts" in cells["training, EP 2, packed"].told
     right = [cell for cell in cells.values() if cell.result is TrialResult.RIGHT]
-    assert len(right) == len(cells) - 2
-    assert all(cell.difference is not None and cell.difference < 1e-5 for cell in right)
+    assert len(right) == len(cells) - 4
+    assert all(cell.difference is not None and cell.difference < 1e-3 for cell in right)
+    assert sum(cell.part == PART for cell in right) == 2 * len(MEGATRON_MESHES) - 2
 
 
 def test_a_model_that_mixes_packed_rows_is_refused_where_a_run_is(tmp_path) -> None:
@@ -50,6 +53,15 @@ def test_a_model_that_mixes_packed_rows_is_refused_where_a_run_is(tmp_path) -> N
     packed, padded = (train_cell(question.policy, question.model, Trial("", each)) for each in (True, False))
     assert (packed.result, padded.result) == (TrialResult.REFUSED, TrialResult.RIGHT)
     assert "mixes packed sequences outside attention" in packed.told
+
+
+def test_a_refusal_says_what_to_set(tmp_path) -> None:
+    question = Question.of(folder_of("gemma4_text", tmp_path), [])
+    mesh = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    refused = train_cell(question.policy, question.model, Trial("", False, mesh, ranks=2))
+    assert refused.result is TrialResult.REFUSED
+    assert refused.told.startswith("tensor_parallel_size=2 x sequence_parallel=true is not right for gemma4_text")
+    assert refused.told.endswith("Set sequence_parallel=false or tensor_parallel_size=1."), refused.told
 
 
 def test_a_leak_between_packed_sequences_is_found(tmp_path, monkeypatch) -> None:
@@ -65,30 +77,56 @@ def test_a_leak_between_packed_sequences_is_found(tmp_path, monkeypatch) -> None
     assert "the loss differs by" in leaking.told
 
 
-def test_a_wrong_conversion_to_megatron_is_found(tmp_path, monkeypatch) -> None:
-    question = Question.of(folder_of("llama", tmp_path), [])
-    converted = small_copy._converted
+def small_models(folder: Path, *types: str) -> list[SmallModel]:
+    made = []
+    for model_type in types:
+        hf = tiny_model(model_type)
+        hf.save_pretrained(folder / model_type)
+        question = Question.of(str(folder / model_type), [])
+        made.append(SmallModel(model_type, question.policy, hf, str(folder / model_type)))
+    return made
 
-    def halved(backend, folder):
+
+def on_mesh(mesh: str, models: list[SmallModel]) -> dict[tuple[str, str], Cell]:
+    return {(model.name, cell.what): cell for model, cell in cells_of_mesh(mesh, models)}
+
+
+def test_a_wrong_conversion_to_megatron_is_found(tmp_path, monkeypatch) -> None:
+    converted = megatron_cells._converted
+
+    def halved(backend, expected):
         with torch.no_grad():
             next(backend.chunks[0].parameters()).mul_(0.5)
-        return converted(backend, folder)
+        return converted(backend, expected)
 
-    monkeypatch.setattr(small_copy, "_converted", halved)
-    with small_copy.saved_small_copy(question.policy, question.model) as small:
-        first = next(small.megatron_cells())
-    assert first.result is TrialResult.FAILED
-    assert "the exported model.embed_tokens.weight differs" in first.told
+    monkeypatch.setattr(megatron_cells, "_converted", halved)
+    cells = on_mesh("one rank", small_models(tmp_path, "llama"))
+    assert {cell.result for cell in cells.values()} == {TrialResult.FAILED}
+    assert "the exported model.embed_tokens.weight differs" in cells["llama", "one rank, padded"].told
 
 
 def test_missing_gradients_of_routers_are_found(tmp_path, monkeypatch) -> None:
-    question = Question.of(folder_of("deepseek_v3", tmp_path), [])
-    with small_copy.saved_small_copy(question.policy, question.model) as small:
-        right = next(small.megatron_cells())
-        monkeypatch.setitem(small_copy._UNCLIPPED, "freeze_moe_router", True)
-        wrong = next(small.megatron_cells())
-    assert (right.result, wrong.result) == (TrialResult.RIGHT, TrialResult.FAILED)
-    assert "the gradient's norm differs by" in wrong.told
+    models = small_models(tmp_path, "deepseek_v3")
+    assert {cell.result for cell in on_mesh("TP 2 with SP", models).values()} == {TrialResult.RIGHT}
+    monkeypatch.setitem(megatron_cells.SETTINGS, "freeze_moe_router", True)
+    wrong = on_mesh("one rank", models)["deepseek_v3", "one rank, packed"]
+    assert wrong.result is TrialResult.FAILED
+    assert re.search(r"the step of model\.layers\.\d\.mlp\.gate\.weight differs by 1\.0e\+00", wrong.told), wrong
+
+
+def test_a_rank_that_dies_fails_its_model_and_not_the_next(tmp_path, monkeypatch) -> None:
+    trained = megatron_cells._trained
+
+    def dies(backend, job, rank):
+        if job.task.probe_model.config.model_type == "qwen2" and rank == 1:
+            os.abort()
+        return trained(backend, job, rank)
+
+    monkeypatch.setattr(megatron_cells, "_trained", dies)
+    cells = on_mesh("PP 2", small_models(tmp_path, "qwen2", "llama"))
+    results = {name: cell.result for (name, _), cell in cells.items()}
+    assert results == {"qwen2": TrialResult.FAILED, "llama": TrialResult.RIGHT}
+    assert "SIGABRT" in cells["qwen2", "PP 2, padded"].told
 
 
 def test_the_command_prints_json_and_fails_with_a_failed_trial(tmp_path, monkeypatch, capsys) -> None:

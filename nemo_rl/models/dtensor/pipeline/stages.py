@@ -182,11 +182,17 @@ def cut(hf: PreTrainedModel, place: Place) -> PipelineStage:
 
 
 @contextmanager
-def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
+def active(hf: PreTrainedModel, place: Place, chunk: int, *, alone: bool = False) -> Iterator[None]:
     """Run a block in which the forward of the model's body runs only the layers of one chunk.
 
     In the block the body takes the hidden states of the previous chunk as `inputs_embeds` (except for the first
     chunk), and its `last_hidden_state` is the input of the next chunk (except for the last chunk).
+
+    Args:
+        hf: a stage, or a whole model.
+        place: position of the stage.
+        chunk: number of the chunk.
+        alone: replace all modules of other stages that the forward calls, as in the stage of the chunk.
     """
     part: Any = body(hf)
     modules, own_forward = part._modules, part.__dict__.get("forward")
@@ -200,14 +206,17 @@ def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
     last = through[-1] = Through(through[-1])
     modules["layers"] = nn.ModuleList(through)
     # # Modules of other stages are replaced too, because the forward calls them. Their output is not used.
-    modules.update(dict.fromkeys((name for name in _Ends.of(hf).names if before[name] is None), PassThrough()))
+    ends, last_chunk = _Ends.of(hf), chunk == len(place.chunks) - 1
+    elsewhere = {*(ends.before if alone and chunk else ()), *(ends.after if alone and not last_chunk else ())}
+    absent = [name for name in ends.names if before[name] is None or name in elsewhere]
+    modules.update(dict.fromkeys(absent, PassThrough()))
     forward = part.forward
 
     def run(*args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Any:
         if chunk > 0:
             first.arrived = inputs_embeds
         output = forward(*args, inputs_embeds=inputs_embeds, **kwargs)
-        if chunk < len(place.chunks) - 1:
+        if not last_chunk:
             output.last_hidden_state = last.left
         return output
 
@@ -237,7 +246,8 @@ def require_divisible(hf: PreTrainedModel, place: Place) -> None:
     try:
         alike = _chunks_compute_the_same(hf, place)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise _refused(hf, f"a part of its layers cannot run alone ({type(error).__name__}: {error})") from error
+        what = "its layers need more than the hidden states of those before them, so no part of them can run alone"
+        raise _refused(hf, f"{what} ({type(error).__name__}: {error})") from error
     finally:
         hf.train(was_training)
     if not alike:
@@ -251,7 +261,7 @@ def _chunks_compute_the_same(hf: PreTrainedModel, place: Place) -> bool:
     whole = hidden_states_of_whole(hf, tokens)
     given: dict[str, Tensor] = {"input_ids": tokens}
     for chunk in range(len(place.chunks)):
-        with active(hf, place, chunk):
+        with active(hf, place, chunk, alone=True):
             hidden = hidden_states(hf, given)
         given = {"inputs_embeds": hidden}
         if hidden.shape != whole.shape:

@@ -122,6 +122,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 gradients by up to 1e-12 in float64, and 1e-4 in float32. In a wrong mesh, a term of a sum is missing, repeated or from
 another token. With a few dozen tokens, two heads and four experts, the difference is then 1e-3 or more."""
 _AXES = ("pp", "cp", "tp", "ep")
+_ADVICE = ("Set ", "Check ", "choose ")
 
 
 def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy") -> None:
@@ -172,8 +173,13 @@ def proof_of(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConf
     Args:
         layout: axis sizes, from the section and the number of ranks. One rank proves the layout of the rows.
         model: the model's configuration.
+
+    Returns:
+        The proof, or a failure with the message of a run.
     """
-    return _ProofQuestion(policy, SmallMesh.of(policy, layout), model).answer()
+    question = _ProofQuestion(policy, SmallMesh.of(policy, layout), model)
+    found = question.answer()
+    return replace(found, what=question.refusal(found)) if isinstance(found, Failure) else found
 
 
 @dataclass(frozen=True)
@@ -205,7 +211,8 @@ class _ProofQuestion:
     def refusal(self, failure: Failure) -> str:
         """Return the error message for the user."""
         if failure.refused:
-            return failure.what if "Set " in failure.what else f"{failure.what} Set {_alone(self.policy)}."
+            advised = any(word in failure.what for word in _ADVICE)
+            return failure.what if advised else f"{failure.what} Set {_alone(self.policy)}."
         return (
             f"{self.name} is not right for {self.model.model_type}: on a small model of this architecture, compared "
             f"with one process, {failure.what}. {self._way_out()}"
@@ -284,7 +291,7 @@ def _compared(task: Any, dtype: torch.dtype) -> Proof | Failure:
     except ConfigError as error:
         return Failure(str(error), refused=True)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        return Failure(f"one process gave {type(error).__name__}: {str(error).splitlines()[0]}", raised=True)
+        return Failure(f"one process failed ({type(error).__name__}: {str(error).splitlines()[0]})", raised=True)
     with tempfile.TemporaryDirectory(prefix="nrl-proof-") as folder:
         work = partial(_on_rank, task, reference, Path(folder) / "store")
         try:
@@ -292,7 +299,7 @@ def _compared(task: Any, dtype: torch.dtype) -> Proof | Failure:
         except DeadlineExceededError:
             return Failure(f"its ranks gave no answer within {_RANKS_S:g} s")
     if isinstance(found, Failure):
-        return found if found.refused else Failure(f"a rank gave {found.what}", raised=True)
+        return found if found.refused else Failure(f"a rank failed ({found.what})", raised=True)
     ranks: list[RankNumbers] = found
     return _largest(reference, ranks, Proof(0.0, dtype, task.found.shares_prompts))
 

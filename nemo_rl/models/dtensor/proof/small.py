@@ -7,12 +7,13 @@ each key head or three ranks, stay odd. Unknown sizes keep their value.
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
@@ -20,8 +21,8 @@ from transformers.models.auto.auto_factory import _get_model_class
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.attention import attention_to_load
-from nemo_rl.models.huggingface.layers import decoder_layers
-from nemo_rl.models.huggingface.load import attention_choice
+from nemo_rl.models.huggingface.layers import WITH_LAYERS, decoder_layers
+from nemo_rl.models.huggingface.load import WITHOUT_DIVIDED_ROWS, WITHOUT_PACKING, attention_choice
 from nemo_rl.models.huggingface.probe_model import CANNOT_BE_MADE, EXPERTS, filled, fit_weights, of_few_layers, smaller
 from nemo_rl.utils.errors import ConfigError
 
@@ -107,10 +108,41 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
     """
     auto: Any = AutoModelForSequenceClassification if policy.reward_model_cfg.enabled else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
-        raise ConfigError(f"{auto.__name__} has no model of the type {config.model_type}.")
+        raise ConfigError(
+            f"{auto.__name__} of transformers {transformers.__version__} has no model of the type {config.model_type}. "
+            f"{WITH_LAYERS}"
+        )
     kind: type[PreTrainedModel] = _get_model_class(config, auto._model_mapping)
-    attention = attention_choice(config, attention_to_load(policy), auto)
-    reasons = []
+    text = config.sub_configs.get("text_config")
+    if text is not None and kind.config_class is text:  # as transformers loads such files
+        config = config.get_text_config()
+    asked = attention_to_load(policy)
+    attention = attention_choice(config, asked, auto)
+    model = _first_that_runs(kind, config, policy, mesh, attention)
+    if isinstance(model, PreTrainedModel):
+        return model
+    if asked is not None:
+        own = _first_that_runs(kind, config, policy, mesh, {"attn_implementation": "eager"})
+        if isinstance(own, PreTrainedModel):
+            raise ConfigError(
+                f"{kind.__name__} only runs with attention that reads whole padded rows; with the one for packed and "
+                f"divided rows it raises {model}. {WITHOUT_PACKING} {WITHOUT_DIVIDED_ROWS}"
+            )
+    raise ConfigError(
+        f"no small form of {kind.__name__} runs, so nothing can be proven for this model ({model}). Check that its "
+        "config.json is complete, and that transformers can make and run it."
+    )
+
+
+def _first_that_runs(
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    policy: PolicyConfig,
+    mesh: SmallMesh,
+    attention: Mapping[str, Any],
+) -> PreTrainedModel | str:
+    """Return a model of the smallest form that runs, or the error of the last form if none does."""
+    reason = ""
     for form in _forms(config, mesh, ulysses=policy.dtensor_cfg.context_parallel_method == "ulysses"):
         try:
             if policy.reward_model_cfg.enabled:
@@ -124,9 +156,9 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
         except ConfigError:
             raise
         except (*CANNOT_BE_MADE, KeyError, IndexError, NotImplementedError) as error:
-            reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
-            logger.debug("A small form of %s does not run: %s", kind.__name__, reasons[-1])
-    raise ConfigError(f"no small form of {kind.__name__} runs ({reasons[-1]}).")
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            logger.debug("A small form of %s does not run: %s", kind.__name__, reason)
+    return reason
 
 
 def _forms(config: PretrainedConfig, mesh: SmallMesh, *, ulysses: bool) -> Iterator[PretrainedConfig]:

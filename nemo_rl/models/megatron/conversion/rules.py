@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -58,6 +58,8 @@ class Layers:
     mtp_norms: Mapping[str, str] | None = None
     """Hub name of each norm of a multi-token-prediction layer outside of its transformer layer, by Megatron Core's
     name. None if the family has no multi-token-prediction layers."""
+    has_one_mtp_layer: bool = False
+    """Whether files have at most one multi-token-prediction layer, whose names do not follow those of other layers."""
 
     def of(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
         """Yield all rules of a layer."""
@@ -89,9 +91,28 @@ class Layers:
         yield from self.mlp(config, number, f"{ours}mlp.", f"{theirs}{self.mlp_name}.")
 
 
+_MTP = "mtp."
+"""Prefix of the hub names of multi-token-prediction layers in families that do not number them among others."""
+_OWN_MTP, _LAYER_OF_MTP = "mtp.layers.0.", "mtp.layers.0.mtp_model_layer."
+"""Megatron Core's names of the only multi-token-prediction layer, and of the transformer layer in it."""
+
+
 class NemotronLayers(Layers):
     """Rules of the layers of Nemotron-H, which have one norm and one block: Mamba-2, attention, MLP or experts."""
 
+    @override
+    def of_mtp(self, config: PretrainedConfig, depth: int) -> Iterator[Rule]:
+        first, last = "mtp.layers.0.", "mtp.layers.1."  # a layer with attention, and one with experts
+        for name in ("enorm", "hnorm"):
+            yield _same(f"{_OWN_MTP}{name}.weight", f"{first}{name}.weight")
+        yield _same(f"{_OWN_MTP}eh_proj.weight", f"{first}eh_proj.weight", dim=0)
+        yield _same(f"{_OWN_MTP}final_layernorm.weight", f"{last}final_layernorm.weight")
+        yield _same(f"{_LAYER_OF_MTP}input_layernorm.weight", f"{first}norm.weight")
+        yield _same(f"{_LAYER_OF_MTP}pre_mlp_layernorm.weight", f"{last}norm.weight")
+        yield from self.attention(config, 0, f"{_LAYER_OF_MTP}self_attention.", f"{first}mixer.")
+        yield from _nemotron_moe(config, 0, f"{_LAYER_OF_MTP}mlp.", f"{last}mixer.")
+
+    @override
     def _of(self, config: PretrainedConfig, number: int, ours: str) -> Iterator[Rule]:
         theirs, kind = f"{self.layer_prefix}{number}.", config.layers_block_type[number]
         in_mlp = kind in ("mlp", "moe")
@@ -105,6 +126,19 @@ class NemotronLayers(Layers):
 class DeltaLayers(Layers):
     """Rules of the layers of Qwen3-Next and Qwen3.5, of which some have a gated delta net in place of attention."""
 
+    @override
+    def of_mtp(self, config: PretrainedConfig, depth: int) -> Iterator[Rule]:
+        for parameter, name in (self.mtp_norms or {}).items():
+            yield _same(f"{_OWN_MTP}{parameter}.weight", f"{_MTP}{name}.weight")
+        yield _same(f"{_OWN_MTP}eh_proj.weight", f"{_MTP}fc.weight", dim=0)
+        theirs, sparse = "mtp.layers.0.", qwen_sparse_layers(config)
+        for parameter, name in self.norms.items():
+            yield _same(f"{_LAYER_OF_MTP}{parameter}.weight", f"{theirs}{name}.weight")
+        yield from self.attention(config, 0, f"{_LAYER_OF_MTP}self_attention.", f"{theirs}self_attn.")
+        number = sparse.index(True) if any(sparse) else 0
+        yield from self.mlp(config, number, f"{_LAYER_OF_MTP}mlp.", f"{theirs}{self.mlp_name}.")
+
+    @override
     def _of(self, config: PretrainedConfig, number: int, ours: str) -> Iterator[Rule]:
         if config.layer_types[number] == "full_attention":
             yield from super()._of(config, number, ours)
@@ -344,7 +378,12 @@ FAMILIES: dict[str, Layers] = {
     "qwen3_moe": Layers(partial(_attention, normed_heads=True), _qwen_moe),
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        DeltaLayers(partial(_attention, normed_heads=True, has_gates=True), _qwen_shared_moe),
+        DeltaLayers(
+            partial(_attention, normed_heads=True, has_gates=True),
+            _qwen_shared_moe,
+            mtp_norms={"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "final_layernorm": "norm"},
+            has_one_mtp_layer=True,
+        ),
     ),
     "deepseek_v3": Layers(_latent_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
     "glm4_moe": Layers(_grouped_biased_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
@@ -356,6 +395,8 @@ FAMILIES: dict[str, Layers] = {
         layer_prefix="backbone.layers.",
         embedding="backbone.embeddings.weight",
         final_norm="backbone.norm_f.weight",
+        mtp_norms={name: name for name in ("enorm", "hnorm", "final_layernorm")},
+        has_one_mtp_layer=True,
     ),
     "gemma3_text": Layers(partial(_attention, normed_heads=True), _gated_mlp, _SANDWICH_NORMS),
     "gpt_oss": Layers(partial(_attention, has_sinks=True), _gpt_oss_moe),
@@ -368,8 +409,6 @@ OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _LAYERS_OF_MODULES = "model.layers."
 """Name of the list of layers in the causal language models of transformers."""
-_MTP = "mtp."
-"""Prefix of multi-token-prediction layers of families that do not number them among the other layers."""
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
@@ -412,7 +451,7 @@ class Rules:
         """Return the given hub names of multi-token-prediction layers that the model does not have."""
         names = list(names)
         further = [name for name, layer in _numbered(names) if layer >= self.num_layers + self.num_mtp_layers]
-        return further + [name for name in names if name.startswith(_MTP)]
+        return further + [name for name in names if name.startswith(_MTP) and not self.num_mtp_layers]
 
     def copies_in_mtp(self, names: Iterable[str]) -> dict[str, str]:
         """Return the given hub names of copies of embedding and head in multi-token-prediction layers.

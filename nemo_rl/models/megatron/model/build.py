@@ -288,7 +288,7 @@ def _build(
     model = kind(
         config,
         layers,
-        mtp_block_spec=mtp_spec(config, layers, stage),
+        mtp_block_spec=mtp_spec(config, family.traits, layers, stage, hybrid=hybrid is not None),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,

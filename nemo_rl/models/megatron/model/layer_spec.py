@@ -5,6 +5,7 @@ a norm into the next linear layer, the norm's weight has another name (`conversi
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -125,22 +126,35 @@ def _with_one_block(spec: ModuleSpec, kind: str, mamba: ModuleSpec, norm: Any) -
 
 
 def mtp_spec(
-    config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None
+    config: TransformerConfig,
+    traits: LayerTraits,
+    layers: TransformerBlockSubmodules,
+    vp_stage: int | None,
+    *,
+    hybrid: bool = False,
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Build the specification of the stage's multi-token-prediction layers. Return None if it has no such layers.
 
     Args:
+        config: configuration of the model.
+        traits: traits of its layers.
         layers: specification of the stage's layers; multi-token-prediction layers repeat the last one.
         vp_stage: number of the virtual stage; None without virtual stages.
+        hybrid: whether layers differ. Those for multi-token prediction then have attention, and experts if any layer
+            has experts.
     """
     if not config.mtp_num_layers:
         return None
     engine = config.transformer_impl == "transformer_engine"
+    if hybrid:
+        alike = copy(config)
+        alike.moe_layer_freq = 1
+        layers = choose_spec(alike, traits, vp_stage)
     block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=vp_stage)
     if block is not None and not engine:
         for spec in block.layer_specs:
             norms = spec.submodules
-            norms.enorm = norms.hnorm = norms.layer_norm = RMSNorm
+            norms.enorm = norms.hnorm = norms.layer_norm = WideRMSNorm if traits.wide_norms else RMSNorm
     return block
 
 

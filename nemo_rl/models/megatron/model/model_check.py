@@ -128,18 +128,41 @@ def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Fi
         what = f"{model.model_type} models have no such layers that can be trained ({known} models have)"
         yield f"{key}: {what}. Set it to 0."
         return
-    held = getattr(model, "num_nextn_predict_layers", 0) or 0
+    held, field = _mtp_layers_of_files(model)
     if asked.num_mtp_modules > held:
         yield (
-            f"{key}: {policy.model_name!r} has {held} such layers (num_nextn_predict_layers). Set it to at most {held}"
+            f"{key}: {policy.model_name!r} has {held} such layers ({field}). Set it to at most {held}"
             + (f", or {section}.megatron_cfg.mtp_use_repeated_layer=true." if held else ".")
         )
-    if not any(sparse_layers(model)):
+    if model.model_type == "nemotron_h":
+        yield from _check_nemotron_mtp(key, model)
+    elif not LAYERS[model.model_type].has_one_mtp_layer and not any(sparse_layers(model)):
         yield f"{key}: these layers have experts, and by first_k_dense_replace no other layer has. Set it to 0."
     if policy.reward_model_cfg.enabled:
         yield f"{key}: a reward model or critic predicts no tokens. Set it to 0."
     if asked.peft.enabled:
         yield f"{key} with {section}.megatron_cfg.peft.enabled=true is not built. Set it to 0."
+
+
+_ONE_MTP_LAYER = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Fields with the number of layers for multi-token prediction of Qwen3-Next and Qwen3.5. Some files have neither."""
+
+
+def _mtp_layers_of_files(model: PretrainedConfig) -> tuple[int, str]:
+    """Return the number of layers for multi-token prediction in a model's files, and the field that has it."""
+    usual = "num_nextn_predict_layers"
+    if not LAYERS[model.model_type].has_one_mtp_layer or model.model_type == "nemotron_h":
+        return getattr(model, usual, 0) or 0, usual
+    field = next((name for name in _ONE_MTP_LAYER if getattr(model, name, None) is not None), None)
+    return (1, "as every model of this type") if field is None else (min(getattr(model, field), 1), field)
+
+
+def _check_nemotron_mtp(key: str, model: PretrainedConfig) -> Findings:
+    kinds = list(model.mtp_layers_block_type or ())
+    if kinds != ["full_attention", "moe"]:
+        yield f"{key}: such layers of this model are {kinds}, and only full_attention with moe is built. Set it to 0."
+    elif "moe" not in model.layers_block_type:
+        yield f"{key}: these layers have experts, and by layers_block_type no other layer has. Set it to 0."
 
 
 def check_overrides(keys: str, overrides: Collection[str], known: Collection[str], kind: str) -> Findings:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from mesh_parity import batch, count_of, loss_of
-from mtp_models import WithMTP
+from mtp_models import WithMTP, places_of_layers
 from small_models import hf_model
 from torch import Tensor, nn
-from witness import _layer, global_tensors
+from witness import _block, _layer, global_tensors
 
 
 def mtp_model(num_depths: int = 1, seed: int = 1, kind: str = "deepseek_v3", **values: Any) -> WithMTP:
@@ -28,12 +28,19 @@ def whole_tensors(model: WithMTP, tensors: dict[str, Any]) -> dict[str, Any]:
             for name, tensor in tensors.items()
             if name.startswith(f"depths.{depth}.")
         }
-        layer = {name.removeprefix("layer."): tensor for name, tensor in of_depth.items() if name.startswith("layer.")}
         prefix = f"mtp.layers.{depth}."
-        out |= {f"{prefix}mtp_model_layer.{name}": tensor for name, tensor in _layer(model.config, layer).items()}
+        for number, place in enumerate(places_of_layers(model.config)):
+            own = {
+                name.removeprefix(f"layers.{number}."): tensor
+                for name, tensor in of_depth.items()
+                if name.startswith(f"layers.{number}.")
+            }
+            found = _block(model.config, place, own) if "norm.weight" in own else _layer(model.config, own)
+            out |= {f"{prefix}mtp_model_layer.{name}": tensor for name, tensor in found.items()}
         out |= {f"{prefix}{name}.weight": of_depth[f"{name}.weight"] for name in ("enorm", "hnorm", "eh_proj")}
         out[f"{prefix}final_layernorm.weight"] = of_depth["norm.weight"]
-        out.setdefault(f"{prefix}mtp_model_layer.mlp.router.expert_bias", torch.zeros(0))
+        if not model.config.model_type.startswith("qwen"):
+            out.setdefault(f"{prefix}mtp_model_layer.mlp.router.expert_bias", torch.zeros(0))
     return out
 
 

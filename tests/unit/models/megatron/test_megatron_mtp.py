@@ -45,6 +45,22 @@ CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
     ),
     "glm4_moe": (2, True, TP | {"mtp_num_layers": 2, "model": "glm4_moe"}),
     "glm4_moe_lite": (1, True, {"mtp_num_layers": 1, "model": "glm4_moe_lite"}),
+    "qwen3_next": (1, True, {"mtp_num_layers": 1, "model": "qwen3_next"}),
+    "qwen3_next, repeated, stages": (
+        2,
+        False,
+        {
+            "mtp_num_layers": 2,
+            "mtp_use_repeated_layer": True,
+            "pipeline_model_parallel_size": 2,
+            "model": "qwen3_next",
+        },
+    ),
+    "qwen3_5_text, tp and sp": (2, True, TP | {"mtp_num_layers": 1, "model": "qwen3_5_text"}),
+    "qwen3_5_moe_text, cp": (2, True, {"mtp_num_layers": 1, "context_parallel_size": 2, "model": "qwen3_5_moe_text"}),
+    "nemotron_h": (1, True, {"mtp_num_layers": 1, "model": "nemotron_h"}),
+    "nemotron_h, tp and sp": (2, False, TP | {"mtp_num_layers": 1, "model": "nemotron_h"}),
+    "nemotron_h, stages": (2, True, {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "model": "nemotron_h"}),
     "cp": (2, False, {"mtp_num_layers": 2, "context_parallel_size": 2}),
     "cp, packed": (2, True, {"mtp_num_layers": 1, "context_parallel_size": 2}),
 }

@@ -112,3 +112,24 @@ def test_a_lost_attention_window_of_any_length_is_noticed(model_type, monkeypatc
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, VARLEN_ATTENTION, lambda **_: None)
     with pytest.raises(ConfigError, match="differ from those of the same sequences padded"):
         verify_packing(model)
+
+
+SPARSE = {"layer_types": ["minimax_m3_sparse", "full_attention"], "head_dim": 16, "index_n_heads": 2}
+
+
+def test_attention_that_chooses_keys_is_never_replaced_by_one_that_sees_all() -> None:
+    """Its blocks of 128 tokens, of which 16 are chosen, are longer than the rows that are compared."""
+    model = random_model("minimax_m3_vl_text", **SPARSE)
+    with pytest.raises(ConfigError, match=f"(?s)MiniMaxM3VLAttention passes block_indices to its attention.*{WAY_OUT}"):
+        verify_packing(_packing(model))
+    use_registered_attention(model, packed=False, divided=False)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["indexed_attention", "compressed_sparse_attention", "minimax_m3_sparse"])
+def test_layers_that_choose_keys_by_a_mask_are_refused_before_the_weights_are_read(kind, tmp_path) -> None:
+    config = random_model("minimax_m3_vl_text", **SPARSE).config
+    config.layer_types = [kind, "full_attention"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"(?s)has layers that choose .* \({kind}\).*{WAY_OUT}.*parallel=false"):
+        load_causal_lm(str(tmp_path), attn_implementation=register_varlen_attention())

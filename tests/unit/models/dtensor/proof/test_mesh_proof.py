@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import random_model
+from architectures import PACKS, random_model
 from policy_helpers import policy_config
 from processes_for_tests import wait_until_gone
 from recurrent_models import recurrent_model
@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.dtensor import tensor_parallel
+from nemo_rl.models.dtensor import mesh_check, tensor_parallel
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline import stand_ins
 from nemo_rl.models.dtensor.proof import mesh_proof, prove_mesh
@@ -63,8 +63,14 @@ def test_packed_rows_of_layers_that_are_no_plain_attention_are_proven_on_one_ran
     policy = policy_config("unused", **packed)
     prove_mesh(policy, layout_of(policy), recurrent_model("lfm2").config)
     assert len([*(cache / "nemo_rl" / "proven_meshes").iterdir()]) == 1
+    with pytest.raises(ConfigError, match=r"^policy: StableLmForCausalLM: outputs for packed sequences differ"):
+        prove("stablelm", {}, **packed)
     with pytest.raises(ConfigError, match=r"^policy: Llama4ForCausalLM uses chunked attention.*enabled=false"):
         prove("llama4_text", {}, **packed)
+
+
+def test_types_whose_packed_rows_are_not_proven_are_those_of_the_tests() -> None:
+    assert {*mesh_check._PACKED_BY_TESTS} == {*PACKS}
 
 
 def test_a_proven_mesh_is_remembered(cache, monkeypatch) -> None:
@@ -122,7 +128,8 @@ def test_stages_that_repeat_what_comes_before_the_layers_are_refused(monkeypatch
 
 def test_a_mesh_whose_rank_aborts_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(DTensorBackend, "run", lambda *args, **kwargs: os.abort())
-    with pytest.raises(ConfigError, match=r"a rank gave its process was ended by SIGABRT\. Set tensor_parallel_size=1"):
+    message = r"a rank failed \(its process was ended by SIGABRT\)\. Set tensor_parallel_size=1"
+    with pytest.raises(ConfigError, match=message):
         prove("llama", TP2)
 
 

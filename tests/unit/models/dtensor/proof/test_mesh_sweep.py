@@ -18,6 +18,7 @@ SOME = [
     ("deepseek_v4", "ep2", "right"),
     ("deepseek_v4", "pp2", "refused"),
     ("axk1", "tp2", "refused"),
+    ("longcat_flash", "tp2sp", "right"),
     ("qwen3_moe", "pp2tp2", "right"),
     ("phi3", "cp2tp2", "right"),
 ]
