@@ -92,11 +92,6 @@ def check_reward_model(policy: PolicyConfig) -> Findings:
     """Check that the policy scores sequences."""
     if not policy.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg.enabled=false, but run_rm.py trains a scalar head. Set it to true."
-    for key in policy.adapter_keys:
-        yield (
-            f"policy.{key}.enabled=true freezes everything but adapters, also the new scalar head. "
-            "Set it to false: reward models are trained in full."
-        )
 
 
 def check_dpo(dpo: DPOConfig) -> Findings:

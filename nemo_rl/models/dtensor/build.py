@@ -128,12 +128,15 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
     if config.sequence_packing.enabled or config.dtensor_cfg.context_parallel_size > 1:
         respect_borders(hf)
     freeze_parts(hf, config)
+    lora = config.dtensor_cfg.lora_cfg
     if config.reward_model_cfg.enabled:
+        if lora.enabled:
+            apply_lora(hf, lora, seed)
         return RewardModel(hf)
     divided = config.dtensor_cfg.tensor_parallel_size > 1
     model = build_causal_lm(hf, transform=found.transform, chunk_size=config.logprob_chunk_size, divides_head=divided)
-    if config.dtensor_cfg.lora_cfg.enabled:
-        apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
+    if lora.enabled:
+        apply_lora(hf, lora, seed)
     return model
 
 

@@ -10,20 +10,22 @@ import logging
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import find_path
-from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data.tokenizer import ensure_distinct_pad_token, load_tokenizer
 from nemo_rl.files.trusted_code import copy_code, may_run
 from nemo_rl.host.waiting_log import StillWaiting
-from nemo_rl.models.dtensor.lora import attach_adapter, merge_adapters, read_adapter_config
+from nemo_rl.models.dtensor.lora import attach_adapter, is_scoring_adapter, merge_adapters, read_adapter_config
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models
+from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models, is_classifier
 from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, CONFIG_FILE, MODEL_FOLDER, require_empty, save_tokenizer
-from nemo_rl.models.huggingface.load import auto_class, load_causal_lm, read_config, torch_dtype
+from nemo_rl.models.huggingface.load import auto_class, load_causal_lm, load_scoring_model, read_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.utils.errors import CheckpointError
 
@@ -139,7 +141,8 @@ def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
     """
 
     def compare() -> ExportCheck:
-        kind = auto_class(read_config(target))
+        config = read_config(target)
+        kind: Any = AutoModelForSequenceClassification if is_classifier(config) else auto_class(config)
         exported = kind.from_pretrained(target, dtype=torch.float32, trust_remote_code=may_run(target)).eval()
         return compare_models(_adapted(source), exported, load_tokenizer(target))
 
@@ -149,6 +152,13 @@ def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
 
 
 def _adapted(source: AdapterSource) -> PreTrainedModel:
-    model = load_causal_lm(source.base)
+    """Load the base model with the unmerged adapter. An adapter of a sequence classifier brings the head."""
+    if is_scoring_adapter(read_adapter_config(source.folder)):
+        tokenizer = load_tokenizer(source.tokenizer)
+        ensure_distinct_pad_token(tokenizer)
+        padding = {"pad_token_id": tokenizer.pad_token_id}
+        model = load_scoring_model(source.base, config_overrides=padding)
+    else:
+        model = load_causal_lm(source.base)
     attach_adapter(model, source.folder)
     return model
