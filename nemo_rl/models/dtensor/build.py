@@ -91,7 +91,7 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
     """
     load: Callable[..., PreTrainedModel] = load_causal_lm
     if config.reward_model_cfg.enabled:
-        load = partial(load_scoring_model, seed=seed)
+        load = partial(load_scoring_model, seed=seed, attributes=config.reward_model_cfg.attributes)
     with weights_left_in_files() as lazy_weights:
         hf = load(
             config.model_name,

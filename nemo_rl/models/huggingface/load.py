@@ -10,7 +10,7 @@ training, weight syncs and engines of the library use the functions of this modu
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,16 +103,18 @@ def load_scoring_model(
     config_overrides: dict[str, Any] | None = None,
     attn_implementation: str | None = None,
     seed: int = 0,
+    attributes: Sequence[str] = (),
 ) -> "PreTrainedModel":
-    """Load a language model, or a reward model, as a sequence classifier with one label, in float32.
+    """Load a language model, or a reward model, as a sequence classifier in float32.
 
-    If the files contain no scalar head, the head gets the values of `initial_head`, which are equal on every rank.
+    If the files contain no head for scores, the head gets the values of `initial_head`, which are equal on every rank.
 
     Args:
         model_name: Hugging Face id or local folder.
         config_overrides: fields of the model's configuration to replace.
         attn_implementation: as in `load_causal_lm`.
         seed: run seed, for a new head.
+        attributes: names of the head's scores. If empty, the head has one score without a name.
 
     Raises:
         DownloadError: the model is not a folder and cannot be downloaded.
@@ -123,7 +125,7 @@ def load_scoring_model(
 
     files = files_of(model_name)
     config = load_model_config(model_name, config_overrides)
-    config.num_labels = 1
+    describe_scores(config, attributes)
     attention = attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -141,8 +143,26 @@ def load_scoring_model(
     if _HEAD_WEIGHT in loaded["missing_keys"]:
         weight = model.get_parameter(_HEAD_WEIGHT)
         with torch.no_grad():
-            weight.copy_(initial_head(weight.shape[-1], seed))
+            weight.copy_(initial_head(weight.shape[-1], seed, weight.shape[0]))
     return model.eval()
+
+
+def describe_scores(config: PretrainedConfig, attributes: Sequence[str] = ()) -> None:
+    """Write the scores of a sequence classifier into its configuration, in place, as its labels.
+
+    Args:
+        attributes: names of the scores. If empty, the classifier has one score without a name.
+    """
+    if not attributes:
+        config.num_labels = 1
+        return
+    config.id2label = dict(enumerate(attributes))
+    config.label2id = {name: index for index, name in config.id2label.items()}
+
+
+def names_of_scores(config: PretrainedConfig) -> list[str]:
+    """Return the names of a sequence classifier's scores in the order of its outputs, `LABEL_0`, ... without names."""
+    return [str(config.id2label[index]) for index in range(config.num_labels)]
 
 
 def attention_choice(

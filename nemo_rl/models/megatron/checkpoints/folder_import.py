@@ -154,7 +154,7 @@ def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.d
 
     chunks = build_chunks(config, section, precision=precision, device=_CPU)
     if is_classifier(config):
-        give_scalar_head(chunks, seed=0)
+        give_scalar_head(chunks, seed=0, num_outputs=config.num_labels)
     return model_state(chunks)
 
 

@@ -88,13 +88,14 @@ class ScoringWorker:
             sizes: Number of rows of each microbatch.
 
         Returns:
-            `[b]` float32 on the CPU.
+            `[b]` float32 on the CPU, or `[b, N]` for a head with N > 1 outputs.
         """
         inputs = [build_score_inputs(rows, self._layout, self.backend.device) for rows in split_rows(data, sizes)]
         scores: list[Tensor] = []
 
         def forward_step(index: int, scores_K: Tensor, entropy_K: Tensor) -> None:
-            scores.append(to_host(scores_K.float()))
+            # # Equal rows that share their tokens have one score.
+            scores.append(to_host(inputs[index].scatter(scores_K)[:, 0].float()))
 
         self.backend.run(inputs, forward_step, backward=False)
         return self._given(scores)
