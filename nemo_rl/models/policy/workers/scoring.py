@@ -94,8 +94,7 @@ class ScoringWorker:
         scores: list[Tensor] = []
 
         def forward_step(index: int, scores_K: Tensor, entropy_K: Tensor) -> None:
-            # # Equal rows that share their tokens have one score.
-            scores.append(to_host(inputs[index].scatter(scores_K)[:, 0].float()))
+            scores.append(to_host(scores_K.float()))
 
         self.backend.run(inputs, forward_step, backward=False)
         return self._given(scores)
