@@ -8,7 +8,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_dataset, check_shares, named_entries
 from nemo_rl.config.rules.models import check_backend, check_trainable
 from nemo_rl.config.rules.training import check_lengths, check_shards, check_validation
-from nemo_rl.config.schema.algorithms.supervised import DPOConfig, RMConfig, SupervisedConfig
+from nemo_rl.config.schema.algorithms.supervised import DPOConfig, RMConfig, SupervisedConfig, SupervisedDataConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
@@ -88,7 +88,7 @@ def check_language_model(policy: PolicyConfig) -> Findings:
         yield "policy.reward_model_cfg.enabled=true belongs to run_rm.py: this run trains a language model."
 
 
-def check_reward_model(rm: RMConfig, policy: PolicyConfig, data: DataConfig) -> Findings:
+def check_reward_model(rm: RMConfig, policy: PolicyConfig, data: SupervisedDataConfig) -> Findings:
     """Check that the policy has a head for scores, and that all keys belong to the type of the reward model."""
     head = policy.reward_model_cfg
     if not head.enabled:
@@ -101,6 +101,13 @@ def check_reward_model(rm: RMConfig, policy: PolicyConfig, data: DataConfig) -> 
             f"policy.reward_model_cfg.attributes={head.attributes} are scores of reward_model_type=regression, not of "
             f"{head.reward_model_type}. Set policy.reward_model_cfg.reward_model_type=regression, or leave them out."
         )
+    if head.reward_model_type == "process":
+        for key in ("add_bos", "add_eos", "add_generation_prompt"):
+            if not getattr(data, key):
+                yield (
+                    f"data.{key}=false has no meaning with policy.reward_model_cfg.reward_model_type=process, whose "
+                    "steps follow the prompt as in generation. Leave it at true."
+                )
     for name, entry in named_entries(data):
         if entry.margin_key is not None and head.reward_model_type != "bradley_terry":
             yield (
