@@ -141,8 +141,8 @@ def _check_attributes(rm: RMConfig, attributes: Sequence[str]) -> Findings:
     key = "policy.reward_model_cfg.attributes"
     if not attributes:
         yield (
-            f"{key} is empty, but policy.reward_model_cfg.reward_model_type=regression learns a score for each of "
-            "them. Name the scores of the data, for example [helpfulness, correctness]."
+            f"{key} is empty, but policy.reward_model_cfg.reward_model_type=regression learns a score for each. "
+            "Name the scores of the data, for example [helpfulness, correctness]."
         )
     for name in sorted({name for name in attributes if attributes.count(name) > 1}):
         yield f"{key} names {name} twice. Name each score once."

@@ -111,7 +111,7 @@ def _refused(name: str) -> str | None:
 
 
 _OF_STEPS = OnlyWith("reward_model_cfg.reward_model_type", ("process",))
-_ONE_PASS = "rows of a pass are padded; batch_size is their number"
+_ONE_PASS = "batch_size is the number of rows of a pass"
 _NOT_TRAINED = "the reward model is not trained here"
 _WEIGHTS = ("policy/weights/model", "weights/model", "model")
 """Folders of a checkpoint with the sequence classifier, relative to a step, a model and its weights."""
@@ -165,8 +165,8 @@ class RewardModelEnvironmentConfig(Section):
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format of the forward pass."""
     batch_size: Count = 4
-    """Number of conversations of a rank's forward pass. With sequence_packing or dynamic_batching, the token budget of a
-    pass is by default that of this many conversations of max_model_len tokens."""
+    """Number of conversations of a rank's forward pass. With sequence_packing or dynamic_batching, the default token
+    budget of a pass is that of this many conversations of max_model_len tokens."""
     batch_wait_ms: FactorOrZero = 5.0
     """Milliseconds that a conversation waits for others to share its forward pass, if no pass is running."""
     checkpoint_path: str | None = None
@@ -254,7 +254,7 @@ class RewardModelEnvironmentConfig(Section):
             raise PydanticCustomError("reward_model", "reward_model_cfg.enabled=false gives no scores; set it to true")
         if self.reward_model_cfg.reward_model_type == "process" and self.attribute_weights:
             raise PydanticCustomError(
-                "reward_model", "attribute_weights belong to a model with several scores, not to one of process; remove them"
+                "reward_model", "attribute_weights belong to several scores, and a model of process has one; remove them"
             )
         if self.reward_model_cfg.reward_model_type == "process" and self.too_long == "keep_end":
             raise PydanticCustomError(

@@ -122,7 +122,8 @@ class LoraLinear(nn.Module):
 def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
     """Freeze the model and add adapters to its linear layers in place, before sharding.
 
-    The head of a sequence classifier is not frozen, because a language model as its base has no such head. A is drawn from the run's seed and the layer's name, so that it is equal on all ranks and after a restart.
+    The head of a sequence classifier is not frozen, because a language model as its base has no such head. A is drawn
+    from the run's seed and the layer's name, so that it is equal on all ranks and after a restart.
 
     Args:
         hf: the unsharded model.
