@@ -131,8 +131,8 @@ def _check_keys_of_type(rm: RMConfig, kind: str) -> Findings:
             value = getattr(rm, key)
             if owner != kind and value != getattr(neutral, key):
                 yield (
-                    f"rm.{key}={value!r} belongs to policy.reward_model_cfg.reward_model_type={owner}, and this run has "
-                    f"{kind}. Leave it out."
+                    f"rm.{key}={value!r} belongs to policy.reward_model_cfg.reward_model_type={owner}, and this run "
+                    f"has {kind}. Leave it out."
                 )
 
 

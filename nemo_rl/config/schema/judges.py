@@ -22,7 +22,7 @@ from nemo_rl.config.schema.algorithms.supervised import ScoringModelConfig, Step
 from nemo_rl.config.schema.cluster import ClusterConfig, Device
 from nemo_rl.config.schema.model.endpoint import VariableName
 from nemo_rl.config.schema.model.generation import GenerationConfig
-from nemo_rl.config.schema.model.megatron import MegatronConfig
+from nemo_rl.config.schema.model.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.schema.model.parallel import DTensorConfig, DynamicBatchingConfig, SequencePackingConfig
 from nemo_rl.config.schema.model.policy import AttributeName, OwnDevicesConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.utils.errors import ConfigError
@@ -143,6 +143,24 @@ class BudgetedPassesConfig(DynamicBatchingConfig):
     """Number of padded tokens of a forward pass."""
 
 
+class UnusedOptimizerConfig(MegatronOptimizerConfig):
+    """The optimizer of Megatron Core, which a reward model does not have here."""
+
+    clip_grad: FactorOrZero | None = None
+    """Not used, because the reward model is not trained here."""
+
+
+class ScoringMegatronConfig(MegatronConfig):
+    """Megatron Core without training."""
+
+    idle: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("optimizer", "scheduler", "distributed_data_parallel_config"), _NOT_TRAINED
+    )
+
+    optimizer: UnusedOptimizerConfig = Field(default_factory=UnusedOptimizerConfig)
+    """Not used, because the reward model is not trained here."""
+
+
 class RewardModelEnvironmentConfig(Section):
     """A reward model that scores finished conversations."""
 
@@ -183,7 +201,7 @@ class RewardModelEnvironmentConfig(Section):
     """Devices of the reward model. On GPUs, they are part of the cluster's devices."""
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
     """Parallel axes of the reward model's ranks."""
-    megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
+    megatron_cfg: ScoringMegatronConfig = Field(default_factory=ScoringMegatronConfig)
     """Megatron Core for the reward model's ranks, instead of dtensor_cfg."""
     sequence_packing: PackedPassesConfig = Field(default_factory=PackedPassesConfig)
     """Packing of conversations, which begin with the same prompt in a group of answers."""
@@ -230,7 +248,7 @@ class RewardModelEnvironmentConfig(Section):
             hf_config_overrides=self.hf_config_overrides,
             trust_remote_code=self.trust_remote_code,
             dtensor_cfg=self.dtensor_cfg.model_dump(),
-            megatron_cfg=self.megatron_cfg.model_dump(),
+            megatron_cfg=self.megatron_cfg.model_dump(exclude={"optimizer", "scheduler"}),
             sequence_packing=self.sequence_packing.model_dump(),
             dynamic_batching=self.dynamic_batching.model_dump(),
             reward_model_cfg={"enabled": True, "attributes": labels},
