@@ -25,6 +25,7 @@ from nemo_rl.distributed.parallel_logprobs import initial_head
 from nemo_rl.files.hub_download import described_source, one_download
 from nemo_rl.files.regular_file import require_regular_files
 from nemo_rl.files.trusted_code import ADVICE, is_refused, may_run
+from nemo_rl.models.huggingface.comparison import is_classifier
 from nemo_rl.models.huggingface.tensor_files import cached_folder, model_folder
 from nemo_rl.utils.errors import ConfigError
 
@@ -152,7 +153,17 @@ def describe_scores(config: PretrainedConfig, attributes: Sequence[str] = ()) ->
 
     Args:
         attributes: names of the scores. If empty, the classifier has one score without a name.
+
+    Raises:
+        ConfigError: the configuration is that of a classifier with another number of scores.
     """
+    num_scores = len(attributes) or 1
+    if is_classifier(config) and config.num_labels != num_scores:
+        raise ConfigError(
+            f"{config.name_or_path} is a sequence classifier with {config.num_labels} scores "
+            f"({', '.join(names_of_scores(config))}), but a model with {num_scores} is wanted here. Name another model, "
+            "or those scores in policy.reward_model_cfg.attributes; a critic has one score."
+        )
     if not attributes:
         config.num_labels = 1
         return

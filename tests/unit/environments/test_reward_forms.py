@@ -13,7 +13,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.utils import create_env
 from nemo_rl.kits.judges.reward_model import RewardModelEnvironment
 from nemo_rl.kits.judges.score_forms import StepScores, form_of
-from nemo_rl.models.huggingface.load import describe_scores, load_model_config, names_of_scores
+from nemo_rl.models.huggingface.load import describe_scores, load_model_config, load_scoring_model, names_of_scores
 from nemo_rl.utils.errors import ConfigError, DataError
 
 TINY_CHAT = REPOSITORY_ROOT / "examples/assets/tiny-chat"
@@ -78,6 +78,13 @@ def test_the_names_of_a_checkpoint_are_the_labels_of_its_model(scores, steps):
     folder = scores / "policy/weights/model"
     assert names_of_scores(load_model_config(str(folder))) == NAMES
     assert names_of_scores(load_model_config(str(steps / "policy/weights/model"))) == ["LABEL_0"]
+
+
+def test_a_model_with_another_number_of_scores_is_refused(scores):
+    folder = str(scores / "policy/weights/model")
+    with pytest.raises(ConfigError, match=r"with 3 scores \(helpfulness, correctness, verbosity\), but a model with 1"):
+        load_scoring_model(folder)
+    assert load_scoring_model(folder, attributes=["a", "b", "c"]).score.out_features == 3
 
 
 def test_a_reward_of_several_scores_is_their_weighted_sum_in_parts(scores, tokenizer):
