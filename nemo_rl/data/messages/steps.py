@@ -25,6 +25,7 @@ from nemo_rl.data.interfaces import (
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.conversations import finished_datum, with_task_prompts
+from nemo_rl.data.messages.coverage import RenderedChat
 from nemo_rl.data.messages.encoding import encode_continuation, encode_text, render_chat, with_bos
 from nemo_rl.data.messages.spans import ASSISTANT
 from nemo_rl.data.messages.template_form import tools_of
@@ -104,7 +105,10 @@ def labelled_steps_processor(
     row = datum_dict["labelled_steps"]
     prompt = with_task_prompts(row["prompt"], task_data_spec)
     form = StepForm(tokenizer, separator, task_data_spec.rules, max_seq_length)
-    log = form.log(prompt, row["steps"], tools_of(row))
+    tools = tools_of(row)
+    log = form.log(prompt, row["steps"], tools)
+    rendered = RenderedChat(prompt, tools, log[0]["content"], tokenizer)
+    rendered.check(task_data_spec.may_leave_out, task=task_data_spec.task_name)
     ends = ends_of_steps(log).tolist()
     datum = finished_datum(log, None, datum_dict.get("task_name"), max_seq_length, idx)
     return LabelledStepsDatumSpec(**datum, step_ends=ends, step_labels=row["labels"])
