@@ -59,7 +59,9 @@ def test_a_process_reward_model_learns_labels_of_steps(start_example: StartExamp
 def test_a_reward_model_learns_with_adapters(start_example: StartExample, tmp_path) -> None:
     adapters = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=16")
     overrides = (*adapters, "policy.optimizer.kwargs.lr=3e-3", "rm.max_num_steps=40", "rm.val_period=20")
-    metrics = finished(start_example, "run_rm.py", "rm_cpu.yaml", (*overrides, "checkpointing.save_period=40"), tmp_path)
+    metrics = finished(
+        start_example, "run_rm.py", "rm_cpu.yaml", (*overrides, "checkpointing.save_period=40"), tmp_path
+    )
     losses = [metrics["validation", step, "loss"] for step in (0, 40)]
     assert losses[1] < losses[0] - 0.02
     weights = tmp_path / "checkpoints/step_40/policy/weights"

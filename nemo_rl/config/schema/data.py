@@ -136,8 +136,8 @@ class DatasetDefaults(Section):
     label_key: str | None = None
     """Column that says whether an answer is desirable, for BinaryFeedbackDataset; null: label."""
     scores_key: str | None = None
-    """Column with a mapping from attributes to scores, for data sets of scored answers; null: each attribute is a column
-    of its own, or a key of the column scores."""
+    """Column with a mapping from attributes to scores, for data sets of scored answers; null: each attribute is a
+    column of its own, or a key of the column scores."""
     steps_key: str | None = None
     """Column with the list of an answer's steps, for data sets of labelled steps; null: completions."""
     labels_key: str | None = None

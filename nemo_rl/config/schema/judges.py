@@ -272,7 +272,8 @@ class RewardModelEnvironmentConfig(Section):
             raise PydanticCustomError("reward_model", "reward_model_cfg.enabled=false gives no scores; set it to true")
         if self.reward_model_cfg.reward_model_type == "process" and self.attribute_weights:
             raise PydanticCustomError(
-                "reward_model", "attribute_weights belong to several scores, and a model of process has one; remove them"
+                "reward_model",
+                "attribute_weights belong to several scores, and a model of process has one; remove them",
             )
         if self.reward_model_cfg.reward_model_type == "process" and self.too_long == "keep_end":
             raise PydanticCustomError(

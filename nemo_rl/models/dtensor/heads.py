@@ -10,8 +10,8 @@ operations follow the linear head. Configurations describe these operations unde
 includes logits that are large enough for an effect of soft-capping. If no operation reproduces the logits, the model's
 own forward computes them, on ranks that hold the whole head.
 
-`RewardModel` wraps a sequence classifier, with a label for each of its scores. The positions are the last token of each sequence for scores
-of a reward model, and the token before each target for values of a critic.
+`RewardModel` wraps a sequence classifier, with a label for each of its scores. The positions are the last token of each
+sequence for scores of a reward model, and the token before each target for values of a critic.
 
 Invariant: parameters keep their Hugging Face names under `hf`. Log-probabilities are those of the model's own logits.
 The score of a sequence equals that of `AutoModelForSequenceClassification`; `require_scoring_head` compares the two on

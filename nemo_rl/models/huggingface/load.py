@@ -161,7 +161,7 @@ def describe_scores(config: PretrainedConfig, attributes: Sequence[str] = ()) ->
     if is_classifier(config) and config.num_labels != num_scores:
         raise ConfigError(
             f"{config.name_or_path} is a sequence classifier with {config.num_labels} scores "
-            f"({', '.join(names_of_scores(config))}), but a model with {num_scores} is wanted here. Name another model, "
+            f"({', '.join(names_of_scores(config))}), but a model with {num_scores} is wanted. Name another model, "
             "or those scores in policy.reward_model_cfg.attributes; a critic has one score."
         )
     if not attributes:

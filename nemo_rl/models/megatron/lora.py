@@ -417,8 +417,9 @@ def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str
     own: dict[str, Rule] = {}
     if rules.has_scalar_head:
         own[OUTPUT] = rules.by_parameter[OUTPUT]
-        heads = [head for chunk in chunks if (head := _scalar_head(unwrap(chunk))) is not None]
-        held |= {OUTPUT: head.weight for head in heads}
+        for chunk in chunks:
+            if (head := _scalar_head(unwrap(chunk))) is not None:
+                held[OUTPUT] = head.weight
     for name in names:
         weight = rules.by_parameter[f"{name}.weight"]
         a, b = f"{name}.lora_A", f"{name}.lora_B"

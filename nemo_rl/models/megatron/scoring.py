@@ -8,7 +8,6 @@ its K tokens. The gradient of each score flows only into the rank that holds the
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 

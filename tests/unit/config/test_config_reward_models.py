@@ -60,7 +60,10 @@ def test_critics_have_adapters():
         ((*SCORED, "rm.attribute_weights={a: 0, b: 0}"), "the weight 0 for every score"),
         ((*SCORED, "rm.attribute_weights={a: -1}"), "greater than or equal to 0"),
         ((*SCORED, "rm.min_score=4", "rm.max_score=4"), "rm.min_score=4 is not less than rm.max_score=4"),
-        ((*SCORED, "rm.margin=0.5"), "rm.margin=0.5 belongs to policy.reward_model_cfg.reward_model_type=bradley_terry"),
+        (
+            (*SCORED, "rm.margin=0.5"),
+            "rm.margin=0.5 belongs to policy.reward_model_cfg.reward_model_type=bradley_terry",
+        ),
         ((*SCORED, "rm.step_separator=x"), "rm.step_separator='x' belongs to"),
         ((*STEPS, "rm.max_score=4"), "rm.max_score=4.0 belongs to .*regression, and this run has process"),
         (("rm.attribute_weights={a: 1}",), "belongs to .*regression, and this run has bradley_terry"),
@@ -79,8 +82,9 @@ ENVIRONMENT = ("data.default.env_name=reward_model",)
 
 
 def environment(**keys):
-    shown = ", ".join(f"{key}: {value}" for key, value in keys.items())
-    section = f"env.reward_model={{model_name: examples/assets/tiny-chat, max_model_len: 32, batch_size: 3, {shown}}}"
+    given = {"model_name": "examples/assets/tiny-chat", "max_model_len": 32, "batch_size": 3, **keys}
+    shown = ", ".join(f"{key}: {value}" for key, value in given.items())
+    section = f"env.reward_model={{{shown}}}"
     overrides = (section, *ENVIRONMENT)
     return load_config("examples/configs/grpo_math_cpu.yaml", overrides, schema=GRPOMasterConfig).reward_model
 
@@ -110,7 +114,10 @@ def test_the_policy_section_of_the_environment_has_as_many_scores_as_the_model()
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"reward_model_cfg": "{reward_model_type: process}", "attribute_weights": "{a: 1}"}, "attribute_weights belong"),
+        (
+            {"reward_model_cfg": "{reward_model_type: process}", "attribute_weights": "{a: 1}"},
+            "attribute_weights belong",
+        ),
         ({"reward_model_cfg": "{reward_model_type: process}", "too_long": "keep_end"}, "would cut off steps"),
         ({"step_reward": "max"}, "step_reward"),
         ({"sequence_packing": "{enabled: true}", "dynamic_batching": "{enabled: true}"}, "exclude each other"),

@@ -103,7 +103,7 @@ def test_generated_answers_have_scores_that_follow_from_their_text(chars):
     entry = entry_of(None, "arithmetic_scores", num_samples=200)
     columns = ScoreColumns(("completeness", "correctness"), 0.0, 4.0)
     data = setup_scored_data(chars, config(entry, max_input_seq_length=128), columns)
-    part = data.train.parts[0]
+    part = data.train.parts[0].parts[0]
     kinds = set()
     for position in range(200):
         scored = part.source(position)["scored"]
@@ -179,16 +179,14 @@ def test_a_row_of_steps_that_cannot_be_used_is_an_error_with_row_and_key(chars, 
 def test_a_row_that_is_too_long_is_left_out(chars, tmp_path):
     good = {"prompt": "1+1=", "completions": ["a"], "labels": [True]}
     path = written(tmp_path / "rows.jsonl", good, {**good, "completions": ["a" * 90]})
-    data = setup_step_data(
-        chars, config(entry_of(path, "LabelledStepsDataset"), max_bad_row_share=0.6), "\n"
-    )
+    data = setup_step_data(chars, config(entry_of(path, "LabelledStepsDataset"), max_bad_row_share=0.6), "\n")
     assert len(data.train) == 1 and "longer than data.max_input_seq_length=64" in data.bad_rows[0].reason
 
 
 def test_generated_steps_have_labels_that_follow_from_their_text(chars):
     entry = entry_of(None, "arithmetic_steps", num_samples=100)
     data = setup_step_data(chars, config(entry, max_input_seq_length=128), "\n")
-    part = data.train.parts[0]
+    part = data.train.parts[0].parts[0]
     rows = [part.source(position)["labelled_steps"] for position in range(100)]
     for row in rows:
         assert row["labels"] == [eval(step.replace("=", "==")) for step in row["steps"]]

@@ -93,9 +93,7 @@ def test_a_reward_of_several_scores_is_their_weighted_sum_in_parts(scores, token
     assert form.no_reward == {"verbosity": 0.0, "helpfulness": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("kind", "want"), [("min", 0.2), ("mean", 0.5), ("product", 0.08), ("last", 0.5)]
-)
+@pytest.mark.parametrize(("kind", "want"), [("min", 0.2), ("mean", 0.5), ("product", 0.08), ("last", 0.5)])
 def test_a_reward_of_steps_is_a_function_of_their_probabilities(steps, tokenizer, kind, want):
     form = form_of(config_of(steps, **PROCESS, step_reward=kind), tokenizer, ["LABEL_0"])
     logits = [math.log(p / (1 - p)) for p in (0.8, 0.2, 0.5)]

@@ -79,8 +79,8 @@ class RewardModelConfig(Section):
     enabled: bool = False
     """Give the model a head for scores (reward models)."""
     reward_model_type: RewardModelType = "bradley_terry"
-    """Meaning of the scores. bradley_terry: one score of an answer, the log-odds of being preferred; regression: a score
-    of an answer for each of attributes, in the unit of the data; process: a score of each step of an answer, the
+    """Meaning of the scores. bradley_terry: one score of an answer, the log-odds of being preferred; regression: a
+    score of an answer for each of attributes, in the unit of the data; process: a score of each step of an answer, the
     log-odds of being right."""
     attributes: list[AttributeName] = Field(default_factory=list)
     """Names of the scores of reward_model_type=regression, in the order of the head's outputs, for example helpfulness

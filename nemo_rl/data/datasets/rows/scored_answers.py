@@ -191,9 +191,7 @@ class ScoredRows(Sequence[FormattedRow]):
 
 
 _FACTORIES: dict[str, Callable[..., RawDataset]] = {
-    "HelpSteer2": partial(
-        ScoredAnswersDataset, source=HubSource("nvidia/HelpSteer2", validation_split="validation")
-    ),
+    "HelpSteer2": partial(ScoredAnswersDataset, source=HubSource("nvidia/HelpSteer2", validation_split="validation")),
     "ScoredAnswersDataset": ScoredAnswersDataset,
     ARITHMETIC_SCORES: ScoredSumsDataset,
 }

@@ -214,7 +214,9 @@ def test_two_ranks_train_and_save_as_one(
     parts = run_ranks(_trained, 2, base, tmp_path / "step", MESHES[mesh])
     assert parts[0]["norms"] == pytest.approx(found["norms"], rel=1e-4)
     torch.testing.assert_close(_in_order(parts), _in_order([found]), rtol=0, atol=2e-4)
-    ours, theirs = (load_file(folder / "weights/adapter/adapter_model.safetensors") for folder in (one[1], tmp_path / "step"))
+    ours, theirs = (
+        load_file(folder / "weights/adapter/adapter_model.safetensors") for folder in (one[1], tmp_path / "step")
+    )
     assert ours.keys() == theirs.keys()
     (resumed,) = run_ranks(_resumed, 1, base, tmp_path / "step", {})
     for key, tensor in found["saved"].items():
