@@ -229,7 +229,7 @@ _COLUMNS: dict[TaskDataProcessFnCallable, tuple[str, ...]] = {
     preference_preprocessor: (),  # type: ignore[dict-item]
     feedback_processor: (),
     scored_answer_processor: (),
-    labelled_steps_processor: (),
+    labelled_steps_processor: (),  # type: ignore[dict-item]
 }
 
 

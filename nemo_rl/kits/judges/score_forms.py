@@ -8,7 +8,7 @@ Invariant: rows have the same tokens as in training with `run_rm.py`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,8 +31,9 @@ _KEY = "env.reward_model.attribute_weights"
 class ScoreForm(Protocol):
     """Interface of a form of scores. `Any` is the type of a row, and the type of its scores."""
 
-    no_reward: float | dict[str, float]
-    """Value in place of the reward of a sample with an error."""
+    @property
+    def no_reward(self) -> float | dict[str, float]:
+        """Return a value in place of the reward of a sample with an error."""
 
     def row_of(self, conversation: "LLMMessageLogType") -> Any:
         """Return the row of a conversation.
@@ -130,16 +131,23 @@ class StepScores:
     def reward(self, score: list[float]) -> float:
         """Return a number from 0 to 1."""
         probabilities = torch.tensor(score, dtype=torch.float64).sigmoid().tolist()
-        functions = {"min": min, "mean": _mean, "product": math.prod, "last": _last}
-        return float(functions[self.step_reward](probabilities))
+        return _STEP_REWARDS[self.step_reward](probabilities)
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _last(values: list[float]) -> float:
+def _last(values: Sequence[float]) -> float:
     return values[-1]
+
+
+_STEP_REWARDS: dict[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "mean": _mean,
+    "product": math.prod,
+    "last": _last,
+}
 
 
 def form_of(config: RewardModelEnvironmentConfig, tokenizer: "TokenizerType", names: Sequence[str]) -> ScoreForm:

@@ -173,7 +173,8 @@ def describe_scores(config: PretrainedConfig, attributes: Sequence[str] = ()) ->
 
 def names_of_scores(config: PretrainedConfig) -> list[str]:
     """Return the names of a sequence classifier's scores in the order of its outputs, `LABEL_0`, ... without names."""
-    return [str(config.id2label[index]) for index in range(config.num_labels)]
+    labels: Any = config.id2label
+    return [str(labels[index]) for index in range(len(labels))]
 
 
 def attention_choice(

@@ -15,7 +15,7 @@ NAMES = ["helpfulness", "correctness", "verbosity"]
 WEIGHTS = {"helpfulness": 1.0, "correctness": 2.0, "verbosity": 0.5}
 REGRESSION = {"enabled": True, "reward_model_type": "regression", "attributes": NAMES}
 PROCESS = {"enabled": True, "reward_model_type": "process"}
-PROMPT = 7
+PROMPT = 12
 """Number of tokens that the first rows share, as answers to one prompt do."""
 
 

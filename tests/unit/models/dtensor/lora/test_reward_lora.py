@@ -195,7 +195,7 @@ def test_an_adapter_of_peft_is_merged_with_its_head(base: str, tmp_path: Path) -
     export_merged(adapter_source(tmp_path / "adapter", base), tmp_path / "hf")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
-        torch.testing.assert_close(hf_scores(merged, DATA), hf_scores(adapted, DATA), rtol=0, atol=1e-5)
+        torch.testing.assert_close(hf_scores(merged, DATA), hf_scores(adapted, DATA), rtol=0, atol=1e-4)
 
 
 def test_a_run_resumes_bit_for_bit(base: str, one: tuple[dict[str, Any], Path]) -> None:
