@@ -312,10 +312,10 @@ def _model_config(config: PolicyConfig) -> PretrainedConfig:
     model_folder(config.model_name)  # first, so that one rank per machine contacts the hub
     hf_config = text_part(load_model_config(config.model_name, config.hf_config_overrides))
     if config.reward_model_cfg.enabled:
+        describe_scores(hf_config, config.reward_model_cfg.attributes)
         classes: Any = AutoModelForSequenceClassification._model_mapping
         hf_config.architectures = [classes[type(hf_config)].__name__]
         hf_config.tie_word_embeddings = False
-        describe_scores(hf_config, config.reward_model_cfg.attributes)
     return hf_config
 
 

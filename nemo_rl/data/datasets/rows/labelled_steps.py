@@ -24,6 +24,8 @@ from nemo_rl.utils.seed import derive_seed
 
 KEY = "labelled_steps"
 """Key of the content in a formatted row."""
+_WRONG = 1 / 3
+"""Share of generated steps with a wrong result."""
 
 
 class LabelledStepsDataset(RawDataset):
@@ -80,7 +82,7 @@ def _list_of(row: Row, key: str) -> list[Any]:
 
 
 class LabelledSumsDataset(WorkedSumsDataset):
-    """Worked answers of sums, half of which have one step with a wrong result."""
+    """Worked answers of sums, in which each step has a wrong result with the probability 1/3."""
 
     def _rows(self, sums: Sequence[FormattedRow], split: str) -> Sequence[FormattedRow]:
         return LabelledStepRows(sums, derive_seed(self._config.seed, ARITHMETIC_STEPS, split))
@@ -96,9 +98,7 @@ class LabelledStepRows(Sequence[FormattedRow]):
 
     def __init__(self, sums: Sequence[FormattedRow], seed: int) -> None:
         self._sums = sums
-        rng = np.random.default_rng(seed)
-        self._is_wrong, self._wrong_step = rng.random(len(sums)) < 0.5, rng.random(len(sums))
-        self._offset = rng.choice(OFFSETS, len(sums))
+        self._seed = seed
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -106,9 +106,10 @@ class LabelledStepRows(Sequence[FormattedRow]):
     def __getitem__(self, position: Any) -> Any:
         row = self._sums[position]
         steps = steps_of(row["problem"])
-        if self._is_wrong[position]:
-            number = int(self._wrong_step[position] * len(steps))
-            steps = with_wrong_result(steps, number, int(self._offset[position]))
+        rng = np.random.default_rng([self._seed, position])
+        for number, is_wrong in enumerate(rng.random(len(steps)) < _WRONG):
+            if is_wrong:
+                steps = with_wrong_result(steps, number, int(rng.choice(OFFSETS)))
         content = {
             "prompt": [row["messages"][0]],
             "steps": [write_out([step]) for step in steps],
