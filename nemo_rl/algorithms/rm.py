@@ -1,7 +1,7 @@
 """Set up and validate reward models, which learn scores of answers or of their steps.
 
 There are three types (`policy.reward_model_cfg.reward_model_type`): `bradley_terry` learns from pairs of answers,
-`regression` from numeric scores of answers (`attribute_scores`), and `process` from labels of steps (`step_scores`).
+`regression` from numeric scores of answers, and `process` from labels of their steps (`answer_scores`).
 
 Invariant of `bradley_terry`: `sigmoid(score_a - score_b)` is the predicted probability that answer a is preferred to
 answer b. If the model is calibrated, then among pairs with predicted probability p, a is preferred in a share p of
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.attribute_scores import RegressionValidator, ScoreCounts, loss_weights
+from nemo_rl.algorithms.answer_scores import RegressionValidator, ScoreCounts, StepValidator, loss_weights
 from nemo_rl.algorithms.recipe import Recipe
 from nemo_rl.algorithms.runtime.run import train_with_restarts as rm_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import SupervisedSetup
-from nemo_rl.algorithms.step_scores import StepValidator
 from nemo_rl.algorithms.supervised import collate_by, collate_pairs
 from nemo_rl.config import RMConfig, RMMasterConfig
 from nemo_rl.data.collate_fn import labelled_steps_collate_fn, scored_collate_fn

@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.attribute_scores import RegressionValidator, ScoreCounts, correlation, loss_weights, ranks
+from nemo_rl.algorithms.answer_scores import (
+    RegressionValidator,
+    ScoreCounts,
+    StepValidator,
+    correlation,
+    first_wrong,
+    loss_weights,
+    ranks,
+)
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.step_scores import StepValidator, first_wrong
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.rewards import RegressionLossFn, StepLossFn
 
