@@ -83,7 +83,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
         )
 
     async def _reward(self, conversation: "LLMMessageLogType") -> tuple[float | dict[str, float], str | None]:
-        """Return the reward, or a reward for each component, and None; or no reward and the reason."""
+        """Return the reward, or a reward for each component, with None, or no reward with the reason."""
         try:
             row = self._form.row_of(conversation)
         except DataError as error:
