@@ -8,6 +8,7 @@ come from the schema.
 import argparse
 import ast
 import inspect
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -286,7 +287,7 @@ def _yaml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_yaml(below)}" for key, below in value.items()) + "}"
-    return str(value)
+    return json.dumps(value) if isinstance(value, str) and "\n" in value else str(value)
 
 
 def _extra_rows(block: _Block, kind: str) -> list[str]:

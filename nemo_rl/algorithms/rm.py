@@ -1,7 +1,11 @@
-"""Set up and validate reward models, which learn scores of answers from pairs of answers.
+"""Set up and validate reward models, which learn scores of answers or of their steps.
 
-Invariant: `sigmoid(score_a - score_b)` is the predicted probability that answer a is preferred to answer b. If the
-model is calibrated, then among pairs with predicted probability p, a is preferred in a share p of them.
+There are three types (`policy.reward_model_cfg.reward_model_type`): `bradley_terry` learns from pairs of answers,
+`regression` from numeric scores of answers, and `process` from labels of their steps (`answer_scores`).
+
+Invariant of `bradley_terry`: `sigmoid(score_a - score_b)` is the predicted probability that answer a is preferred to
+answer b. If the model is calibrated, then among pairs with predicted probability p, a is preferred in a share p of
+them.
 """
 
 from collections.abc import Iterable
@@ -10,17 +14,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.answer_scores import RegressionValidator, ScoreCounts, StepValidator, loss_weights
 from nemo_rl.algorithms.recipe import Recipe
 from nemo_rl.algorithms.runtime.run import train_with_restarts as rm_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import SupervisedSetup
-from nemo_rl.algorithms.supervised import collate_pairs
+from nemo_rl.algorithms.supervised import collate_by, collate_pairs
 from nemo_rl.config import RMConfig, RMMasterConfig
-from nemo_rl.data.datasets.setup import setup_preference_data
+from nemo_rl.data.collate_fn import labelled_steps_collate_fn, scored_collate_fn
+from nemo_rl.data.datasets.rows.scored_answers import ScoreColumns
+from nemo_rl.data.datasets.setup import setup_preference_data, setup_scored_data, setup_step_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.preference import CentredMargin, PreferenceLossFn
+from nemo_rl.losses.rewards import RegressionLossFn, StepLossFn
 from nemo_rl.utils.seed import set_seed
 
 __all__ = ["MasterConfig", "RMConfig", "RMValidator", "calibration_error", "recipe", "rm_train", "setup"]
@@ -38,6 +47,11 @@ def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     # # Programs that load the saved model find the end of a padded sequence by this token.
     overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
     config.policy.hf_config_overrides = overrides
+    build = {"bradley_terry": _of_pairs, "regression": _of_scores, "process": _of_steps}
+    return build[config.head.reward_model_type](config, tokenizer, user_parts)
+
+
+def _of_pairs(config: RMMasterConfig, tokenizer: PreTrainedTokenizerBase, user_parts: UserParts) -> Recipe:
     configured = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
     return Recipe(
         tokenizer=tokenizer,
@@ -47,6 +61,35 @@ def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
         roles=config.models,
         rows_per_sample=2,
         validator=lambda of_loss: RMValidator(of_loss.batches, of_loss.policy, configured, of_loss.micro_batch_rows),
+    )
+
+
+def _of_scores(config: RMMasterConfig, tokenizer: PreTrainedTokenizerBase, user_parts: UserParts) -> Recipe:
+    names = config.head.attributes
+    columns = ScoreColumns(tuple(names), config.rm.min_score, config.rm.max_score)
+    configured = RegressionLossFn(loss_weights(names, config.rm.attribute_weights))
+    return Recipe(
+        tokenizer=tokenizer,
+        data=user_parts.data(config, lambda: setup_scored_data(tokenizer, config.data, columns)),
+        collate=collate_by(scored_collate_fn, config.policy, tokenizer),
+        loss_fn=user_parts.loss(configured, config.loss_fn),
+        roles=config.models,
+        stages=lambda models: [ScoreCounts()],
+        validator=lambda of_loss: RegressionValidator(
+            of_loss.batches, of_loss.policy, configured, of_loss.micro_batch_rows
+        ),
+    )
+
+
+def _of_steps(config: RMMasterConfig, tokenizer: PreTrainedTokenizerBase, user_parts: UserParts) -> Recipe:
+    configured = StepLossFn()
+    return Recipe(
+        tokenizer=tokenizer,
+        data=user_parts.data(config, lambda: setup_step_data(tokenizer, config.data, config.rm.step_separator)),
+        collate=collate_by(labelled_steps_collate_fn, config.policy, tokenizer),
+        loss_fn=user_parts.loss(configured, config.loss_fn),
+        roles=config.models,
+        validator=lambda of_loss: StepValidator(of_loss.batches, of_loss.policy, configured, of_loss.micro_batch_rows),
     )
 
 

@@ -14,8 +14,10 @@ from nemo_rl.data.interfaces import (
     DatumSpec,
     FeedbackDatumSpec,
     FlatMessagesType,
+    LabelledStepsDatumSpec,
     LLMMessageLogType,
     PreferenceDatumSpec,
+    ScoredDatumSpec,
     TokenizerType,
 )
 from nemo_rl.data.model_rows import ROW_INPUTS, row_inputs_of
@@ -111,6 +113,45 @@ def feedback_collate_fn(
             "token ids only. Train on such rows with SFT, DPO, GRPO or PPO."
         )
     batch["desirable"] = torch.tensor([datum["desirable"] for datum in data_batch], dtype=torch.float32)
+    return batch
+
+
+def scored_collate_fn(
+    data_batch: list[ScoredDatumSpec],
+    tokenizer: TokenizerType,
+    make_sequence_length_divisible_by: int,
+) -> BatchedDataDict[Any]:
+    """Make a batch of B answers with scores of N attributes.
+
+    Returns:
+        The batch of `sft_collate_fn` with `only_unmask_final`, and `target_scores` and `score_mask` [B, N] float32,
+        both 0 where a row has no score.
+    """
+    batch = sft_collate_fn([*data_batch], tokenizer, make_sequence_length_divisible_by, only_unmask_final=True)
+    scores = [datum["scores"] for datum in data_batch]
+    batch["target_scores"] = torch.tensor([[score or 0.0 for score in row] for row in scores], dtype=torch.float32)
+    batch["score_mask"] = torch.tensor([[score is not None for score in row] for row in scores], dtype=torch.float32)
+    return batch
+
+
+def labelled_steps_collate_fn(
+    data_batch: list[LabelledStepsDatumSpec],
+    tokenizer: TokenizerType,
+    make_sequence_length_divisible_by: int,
+) -> BatchedDataDict[Any]:
+    """Make a batch of B answers whose steps are labelled.
+
+    Returns:
+        The batch of `sft_collate_fn`, but with `token_mask` [B, T] 1 on the tokens that follow the last token of a
+        step, and `step_labels` [B, T] float32, 1 on those that follow a right step.
+    """
+    batch = sft_collate_fn([*data_batch], tokenizer, make_sequence_length_divisible_by)
+    mask, labels = torch.zeros_like(batch["token_mask"]), torch.zeros_like(batch["token_mask"])
+    for row, datum in enumerate(data_batch):
+        if datum["loss_multiplier"]:  # the tokens of other rows are cut
+            mask[row, datum["step_ends"]] = 1.0
+            labels[row, datum["step_ends"]] = torch.tensor(datum["step_labels"], dtype=torch.float32)
+    batch["token_mask"], batch["step_labels"] = mask, labels
     return batch
 
 

@@ -26,11 +26,13 @@ __all__ = [
     "FlatMessagesType",
     "ImagePart",
     "LLMMessageLogType",
+    "LabelledStepsDatumSpec",
     "Message",
     "PathLike",
     "PreferenceDatumSpec",
     "RowInput",
     "RowInputs",
+    "ScoredDatumSpec",
     "TaskDataPreProcessFnCallable",
     "TaskDataProcessFnCallable",
     "TaskDataSpec",
@@ -111,6 +113,22 @@ class FeedbackDatumSpec(DatumSpec):
     """A conversation whose last message is labelled good or bad."""
 
     desirable: bool
+
+
+class ScoredDatumSpec(DatumSpec):
+    """A conversation whose last message has scores."""
+
+    scores: list[float | None]
+    """Score of each attribute, None where the row has none."""
+
+
+class LabelledStepsDatumSpec(DatumSpec):
+    """A conversation whose last message consists of steps that are labelled right or wrong."""
+
+    step_ends: list[int]
+    """Index of the token after the last token of each step."""
+    step_labels: list[bool]
+    """Whether each step is right."""
 
 
 @dataclass

@@ -26,11 +26,13 @@ from nemo_rl.data.messages.conversations import (
     feedback_processor,
     finished_datum,
     preference_preprocessor,
+    scored_answer_processor,
     sft_processor,
     with_task_prompts,
 )
 from nemo_rl.data.messages.coverage import RenderedChat
 from nemo_rl.data.messages.encoding import encode_text, render_chat, with_bos
+from nemo_rl.data.messages.steps import labelled_steps_processor
 from nemo_rl.data.messages.template_form import tools_of
 from nemo_rl.utils.errors import DataError
 
@@ -226,6 +228,8 @@ _COLUMNS: dict[TaskDataProcessFnCallable, tuple[str, ...]] = {
     sft_processor: (),
     preference_preprocessor: (),  # type: ignore[dict-item]
     feedback_processor: (),
+    scored_answer_processor: (),
+    labelled_steps_processor: (),  # type: ignore[dict-item]
 }
 
 

@@ -45,7 +45,7 @@ LEVELS: dict[str, list[set[str]]] = {
         {"setup"},
         {"rollout", "credit", "supervised"},
         {"recipe", "scoring", "teaching"},
-        {"start", "kto"},
+        {"start", "kto", "answer_scores"},
         {"grpo", "ppo", "distillation", "sft", "dpo", "rm"},
         {"advantage_estimator", "reward_functions", "utils", "loss"},
     ],

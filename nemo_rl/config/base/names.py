@@ -16,6 +16,8 @@ from nemo_rl.utils.errors import did_you_mean
 ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
 ARITHMETIC_PREFERENCE = "arithmetic_preference"
+ARITHMETIC_SCORES = "arithmetic_scores"
+ARITHMETIC_STEPS = "arithmetic_steps"
 EPISODES = "episodes"
 SHAPES = "shapes"
 PROMPTS = "PromptDataset"
@@ -29,6 +31,8 @@ GENERATED_DATASETS = {
     ARITHMETIC_PRODUCTS: "ResponseDataset",
     ARITHMETIC_SFT: "openai_format",
     ARITHMETIC_PREFERENCE: "BinaryPreferenceDataset",
+    ARITHMETIC_SCORES: "ScoredAnswersDataset",
+    ARITHMETIC_STEPS: "LabelledStepsDataset",
 }
 """Data sets that generate their rows, with the data set that reads such rows from `data_path`."""
 
@@ -82,6 +86,19 @@ PREFERENCE_DATASET_NAMES: tuple[str, ...] = (
 
 FEEDBACK_DATASET_NAMES: tuple[str, ...] = ("BinaryFeedbackDataset",)
 """Built-in data sets of single labelled answers, for KTO."""
+
+SCORED_DATASET_NAMES: tuple[str, ...] = ("HelpSteer2", "ScoredAnswersDataset", ARITHMETIC_SCORES)
+"""Built-in data sets of answers with numeric scores, for reward models with regression."""
+
+STEP_DATASET_NAMES: tuple[str, ...] = ("math_shepherd", "prm800k", "LabelledStepsDataset", ARITHMETIC_STEPS)
+"""Built-in data sets of answers with a label for each step, for process reward models."""
+
+REWARD_DATASET_NAMES: Mapping[str, tuple[str, ...]] = {
+    "bradley_terry": PREFERENCE_DATASET_NAMES,
+    "regression": SCORED_DATASET_NAMES,
+    "process": STEP_DATASET_NAMES,
+}
+"""Data sets by the type of the reward model that learns from them."""
 
 PASS_K = "pass_k"
 

@@ -28,6 +28,8 @@ NEED_PATH = (
     "BinaryPreferenceDataset",
     "PreferenceDataset",
     "BinaryFeedbackDataset",
+    "ScoredAnswersDataset",
+    "LabelledStepsDataset",
     NEMO_GYM_ROWS,
 )
 """Data sets that read `data_path` and have no other source."""

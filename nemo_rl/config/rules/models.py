@@ -244,10 +244,10 @@ def left_by_judges(cluster: ClusterConfig, judges: Judges) -> ClusterConfig:
 
 
 def check_judges(judges: Judges, cluster: ClusterConfig) -> Findings:
-    """Check that judges are enabled, do not run in rollout runners, and have devices."""
+    """Check that judges are enabled, have one layout, do not run in rollout runners, and have devices."""
     for place, judge in judges.items():
-        if isinstance(judge, RewardModelEnvironmentConfig) and not judge.enabled:
-            yield f"{place}.enabled=false, but data names the environment reward_model. Set it to true."
+        if isinstance(judge, RewardModelEnvironmentConfig):
+            yield from _check_scoring_model(place, judge)
         if cluster.rollout_runners:
             what = "a reward model" if isinstance(judge, RewardModelEnvironmentConfig) else "engines"
             yield (
@@ -256,6 +256,20 @@ def check_judges(judges: Judges, cluster: ClusterConfig) -> Findings:
             )
     if cluster.uses_gpu and judges:
         yield from _check_gpus(judges, cluster)
+
+
+def _check_scoring_model(place: str, judge: RewardModelEnvironmentConfig) -> Findings:
+    """Check that a reward model is enabled and has one backend and one layout, and no adapters."""
+    if not judge.enabled:
+        yield f"{place}.enabled=false, but data names the environment reward_model. Set it to true."
+    policy = judge.as_policy()
+    yield from check_backend(place, policy)
+    yield from check_one_layout(place, policy)
+    for key in policy.adapter_keys:
+        yield (
+            f"{place}.{key}.enabled=true adds untrained adapters. Set it to false: checkpoints of training with "
+            "adapters hold merged weights."
+        )
 
 
 def _check_gpus(judges: Judges, cluster: ClusterConfig) -> Findings:

@@ -232,12 +232,7 @@ def _check_ratio(ppo: PPOConfig, loss: ClippedPGLossConfig) -> Findings:
 
 
 def check_value(ppo: PPOConfig, value: ValueConfig) -> Findings:
-    """Check that the critic has no adapters, and that its updates divide the samples of a step."""
-    for key in value.adapter_keys:
-        yield (
-            f"value.{key}.enabled=true freezes everything but adapters, also the critic's new head. "
-            "Set it to false: critics are trained in full."
-        )
+    """Check that the critic's updates divide the samples of a step."""
     prompts, answers = ppo.num_prompts_per_step, ppo.num_generations_per_prompt
     samples, batch = prompts * answers, value.train_global_batch_size
     if samples % batch:

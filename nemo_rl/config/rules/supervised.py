@@ -8,7 +8,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_dataset, check_shares, named_entries
 from nemo_rl.config.rules.models import check_backend, check_trainable
 from nemo_rl.config.rules.training import check_lengths, check_shards, check_validation
-from nemo_rl.config.schema.algorithms.supervised import DPOConfig, SupervisedConfig
+from nemo_rl.config.schema.algorithms.supervised import DPOConfig, RMConfig, SupervisedConfig, SupervisedDataConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
@@ -88,15 +88,84 @@ def check_language_model(policy: PolicyConfig) -> Findings:
         yield "policy.reward_model_cfg.enabled=true belongs to run_rm.py: this run trains a language model."
 
 
-def check_reward_model(policy: PolicyConfig) -> Findings:
-    """Check that the policy scores sequences."""
-    if not policy.reward_model_cfg.enabled:
-        yield "policy.reward_model_cfg.enabled=false, but run_rm.py trains a scalar head. Set it to true."
-    for key in policy.adapter_keys:
+def check_reward_model(rm: RMConfig, policy: PolicyConfig, data: SupervisedDataConfig) -> Findings:
+    """Check that the policy has a head for scores, and that all keys belong to the type of the reward model."""
+    head = policy.reward_model_cfg
+    if not head.enabled:
+        yield "policy.reward_model_cfg.enabled=false, but run_rm.py trains a head for scores. Set it to true."
+    yield from _check_keys_of_type(rm, head.reward_model_type)
+    if head.reward_model_type == "regression":
+        yield from _check_attributes(rm, head.attributes)
+    elif head.attributes:
         yield (
-            f"policy.{key}.enabled=true freezes everything but adapters, also the new scalar head. "
-            "Set it to false: reward models are trained in full."
+            f"policy.reward_model_cfg.attributes={head.attributes} are scores of reward_model_type=regression, not of "
+            f"{head.reward_model_type}. Set policy.reward_model_cfg.reward_model_type=regression, or leave them out."
         )
+    if head.reward_model_type == "process":
+        for key in ("add_bos", "add_eos", "add_generation_prompt"):
+            if not getattr(data, key):
+                yield (
+                    f"data.{key}=false has no meaning with policy.reward_model_cfg.reward_model_type=process, whose "
+                    "steps follow the prompt as in generation. Leave it at true."
+                )
+    for name, entry in named_entries(data):
+        if entry.margin_key is not None and head.reward_model_type != "bradley_terry":
+            yield (
+                f"{name}.margin_key={entry.margin_key} has no meaning with policy.reward_model_cfg.reward_model_type="
+                f"{head.reward_model_type}, which learns from single answers. Leave it out."
+            )
+
+
+_KEYS_OF_TYPES: dict[str, tuple[str, ...]] = {
+    "bradley_terry": ("margin", "center_rewards_coefficient"),
+    "regression": ("attribute_weights", "min_score", "max_score"),
+    "process": ("step_separator",),
+}
+"""Keys of `rm` that only one type of reward model reads."""
+
+
+def _check_keys_of_type(rm: RMConfig, kind: str) -> Findings:
+    neutral = RMConfig.build()
+    for owner, keys in _KEYS_OF_TYPES.items():
+        for key in keys:
+            value = getattr(rm, key)
+            if owner != kind and value != getattr(neutral, key):
+                yield (
+                    f"rm.{key}={value!r} belongs to policy.reward_model_cfg.reward_model_type={owner}, and this run "
+                    f"has {kind}. Leave it out."
+                )
+
+
+def _check_attributes(rm: RMConfig, attributes: Sequence[str]) -> Findings:
+    """Check the names of scores, their weights and their limits."""
+    key = "policy.reward_model_cfg.attributes"
+    if not attributes:
+        yield (
+            f"{key} is empty, but policy.reward_model_cfg.reward_model_type=regression learns a score for each. "
+            "Name the scores of the data, for example [helpfulness, correctness]."
+        )
+    for name in sorted({name for name in attributes if attributes.count(name) > 1}):
+        yield f"{key} names {name} twice. Name each score once."
+    for name in attributes:
+        if _extreme_name(name):
+            yield (
+                f"{key} names {name}, whose metrics would be taken for a minimum or maximum. Rename the score, without "
+                "min or max at its end."
+            )
+    for name in (name for name in rm.attribute_weights if name not in attributes):
+        yield (
+            f"rm.attribute_weights.{name} is the weight of no score.{did_you_mean(name, attributes)} Scores in {key}: "
+            f"{', '.join(attributes)}."
+        )
+    if attributes and not any(rm.attribute_weights.get(name, 1.0) for name in attributes):
+        yield "rm.attribute_weights has the weight 0 for every score, so nothing is learned. Give one of them a weight."
+    if rm.min_score is not None and rm.max_score is not None and rm.min_score >= rm.max_score:
+        yield f"rm.min_score={rm.min_score:g} is not less than rm.max_score={rm.max_score:g}. Lower it."
+
+
+def _extreme_name(name: str) -> bool:
+    """Return whether a metric that ends with this name would be reduced as an extreme (`losses.extreme_of`)."""
+    return name.rpartition("_")[2] in ("min", "max")
 
 
 def check_dpo(dpo: DPOConfig) -> Findings:

@@ -10,6 +10,7 @@ from nemo_rl.config.base.names import (
     FEEDBACK_DATASET_NAMES,
     PREFERENCE_DATASET_NAMES,
     RESPONSE_DATASET_NAMES,
+    REWARD_DATASET_NAMES,
     SFT_VALIDATION_METRICS,
 )
 from nemo_rl.config.rules.broken_rules import Findings
@@ -35,6 +36,7 @@ from nemo_rl.config.schema.algorithms.supervised import (
     SupervisedPolicyConfig,
 )
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_rl.config.schema.model.policy import RewardModelConfig
 from nemo_rl.config.schema.named_part import DPOLossConfig, NamedPartConfig, RMLossConfig, SFTLossConfig
 
 
@@ -175,14 +177,19 @@ class RMMasterConfig(SupervisedMasterConfig):
     checkpointing: RMCheckpointingConfig = Field(default_factory=RMCheckpointingConfig)
     """Saving and resuming."""
 
+    @property
+    def head(self) -> RewardModelConfig:
+        """Return the section of the head for scores."""
+        return self.policy.reward_model_cfg
+
     @override
     def rows_of(self, model: str) -> int:
-        return 2
+        return 2 if self.head.reward_model_type == "bradley_terry" else 1
 
     @override
     def findings(self) -> Findings:
         return chain(
             super().findings(),
-            check_reward_model(self.policy),
-            check_datasets(self.data, PREFERENCE_DATASET_NAMES),
+            check_reward_model(self.rm, self.policy, self.data),
+            check_datasets(self.data, REWARD_DATASET_NAMES[self.head.reward_model_type]),
         )

@@ -135,6 +135,13 @@ class DatasetDefaults(Section):
     """Column with the reward by which the preferred answer of a pair should lead; null: none."""
     label_key: str | None = None
     """Column that says whether an answer is desirable, for BinaryFeedbackDataset; null: label."""
+    scores_key: str | None = None
+    """Column with a mapping from attributes to scores, for data sets of scored answers; null: each attribute is a
+    column of its own, or a key of the column scores."""
+    steps_key: str | None = None
+    """Column with the list of an answer's steps, for data sets of labelled steps; null: completions."""
+    labels_key: str | None = None
+    """Column with the list of true or false for the steps, for data sets of labelled steps; null: labels."""
     env_name: str | None = "math"
     """Environment that rewards answers, one of env."""
     processor: str | None = "math_hf_data_processor"

@@ -18,12 +18,13 @@ from pydantic_core import PydanticCustomError
 from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.base.value_types import AmountOrZero, Count, FactorOrZero, HttpAddress, Number, Seconds, Tokens
-from nemo_rl.config.schema.algorithms.supervised import ScoringModelConfig
+from nemo_rl.config.schema.algorithms.supervised import ScoringModelConfig, StepSeparator
 from nemo_rl.config.schema.cluster import ClusterConfig, Device
 from nemo_rl.config.schema.model.endpoint import VariableName
 from nemo_rl.config.schema.model.generation import GenerationConfig
-from nemo_rl.config.schema.model.parallel import DTensorConfig
-from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig, TokenizerConfig
+from nemo_rl.config.schema.model.megatron import MegatronConfig, MegatronOptimizerConfig
+from nemo_rl.config.schema.model.parallel import DTensorConfig, DynamicBatchingConfig, SequencePackingConfig
+from nemo_rl.config.schema.model.policy import AttributeName, OwnDevicesConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.utils.errors import ConfigError
 
 _OF_THE_JUDGE = {"temperature": "temperature", "max_new_tokens": "max_tokens"}
@@ -109,10 +110,55 @@ def _refused(name: str) -> str | None:
     return None
 
 
-_ONE_PASS = "rows of a pass are padded; batch_size is their number"
+_OF_STEPS = OnlyWith("reward_model_cfg.reward_model_type", ("process",))
+_ONE_PASS = "batch_size is the number of rows of a pass"
 _NOT_TRAINED = "the reward model is not trained here"
 _WEIGHTS = ("policy/weights/model", "weights/model", "model")
 """Folders of a checkpoint with the sequence classifier, relative to a step, a model and its weights."""
+
+
+_PASS_TOKENS = "${mul:${..max_model_len},${..batch_size}}"
+_OF_SCORES = "a reward model only computes scores"
+
+
+class PackedPassesConfig(SequencePackingConfig):
+    """Packing of several conversations into one row."""
+
+    idle: ClassVar[dict[str, str]] = {"train_mb_tokens": _OF_SCORES}
+
+    train_mb_tokens: Tokens = derived(_PASS_TOKENS)
+    """Not used, because the reward model is not trained here."""
+    logprob_mb_tokens: Tokens = derived(_PASS_TOKENS)
+    """Number of tokens of a packed row."""
+
+
+class BudgetedPassesConfig(DynamicBatchingConfig):
+    """Forward passes with a token budget instead of batch_size."""
+
+    idle: ClassVar[dict[str, str]] = {"train_mb_tokens": _OF_SCORES}
+
+    train_mb_tokens: Tokens = derived(_PASS_TOKENS)
+    """Not used, because the reward model is not trained here."""
+    logprob_mb_tokens: Tokens = derived(_PASS_TOKENS)
+    """Number of padded tokens of a forward pass."""
+
+
+class UnusedOptimizerConfig(MegatronOptimizerConfig):
+    """The optimizer of Megatron Core, which a reward model does not have here."""
+
+    clip_grad: FactorOrZero | None = None
+    """Not used, because the reward model is not trained here."""
+
+
+class ScoringMegatronConfig(MegatronConfig):
+    """Megatron Core without training."""
+
+    idle: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("optimizer", "scheduler", "distributed_data_parallel_config"), _NOT_TRAINED
+    )
+
+    optimizer: UnusedOptimizerConfig = Field(default_factory=UnusedOptimizerConfig)
+    """Not used, because the reward model is not trained here."""
 
 
 class RewardModelEnvironmentConfig(Section):
@@ -120,12 +166,7 @@ class RewardModelEnvironmentConfig(Section):
 
     place: ClassVar[str] = "env.reward_model"
     renamed: ClassVar[dict[str, str]] = PolicyConfig.renamed
-    later: ClassVar[dict[str, str]] = {
-        "dynamic_batching": "passes of a reward model by token budget",
-        "sequence_packing": "packed passes of a reward model",
-        "megatron_cfg": "reward models on Megatron Core",
-        "generation": "a reward model that writes (env.llm_judge asks one)",
-    }
+    later: ClassVar[dict[str, str]] = {"generation": "a reward model that writes (env.llm_judge asks one)"}
     ignored: ClassVar[dict[str, str]] = {
         "processor": "data entries name their processor",
         "logprob_batch_size": _ONE_PASS,
@@ -136,13 +177,14 @@ class RewardModelEnvironmentConfig(Section):
     enabled: bool = True
     """Whether the environment may be used. If false, data that names it is refused."""
     model_name: str
-    """Hub id or folder of a sequence classifier with one label."""
+    """Hub id or folder of a sequence classifier."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """Tokenizer and chat template of the reward model, which may differ from those of the policy."""
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format of the forward pass."""
     batch_size: Count = 4
-    """Number of conversations of a rank's forward pass."""
+    """Number of conversations of a rank's forward pass. With sequence_packing or dynamic_batching, the default token
+    budget of a pass is that of this many conversations of max_model_len tokens."""
     batch_wait_ms: FactorOrZero = 5.0
     """Milliseconds that a conversation waits for others to share its forward pass, if no pass is running."""
     checkpoint_path: str | None = None
@@ -159,8 +201,23 @@ class RewardModelEnvironmentConfig(Section):
     """Devices of the reward model. On GPUs, they are part of the cluster's devices."""
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
     """Parallel axes of the reward model's ranks."""
+    megatron_cfg: ScoringMegatronConfig = Field(default_factory=ScoringMegatronConfig)
+    """Megatron Core for the reward model's ranks, instead of dtensor_cfg."""
+    sequence_packing: PackedPassesConfig = Field(default_factory=PackedPassesConfig)
+    """Packing of conversations, which begin with the same prompt in a group of answers."""
+    dynamic_batching: BudgetedPassesConfig = Field(default_factory=BudgetedPassesConfig)
+    """Passes by token budget."""
     reward_model_cfg: ScoringModelConfig = Field(default_factory=ScoringModelConfig)
-    """The scalar head, which must stay enabled."""
+    """The head for scores, which must stay enabled. With reward_model_type=process, the model scores each step. The
+    names in attributes replace the labels of the model's config.json."""
+    attribute_weights: dict[AttributeName, Number] = Field(default_factory=dict)
+    """Weights of a model's scores by name, if it has several. The reward is the sum of the named scores, each times its
+    weight. Each term is a reward component with the name of the score (grpo.adv_estimator.name=gdpo)."""
+    step_separator: Annotated[StepSeparator, _OF_STEPS] = "\n"
+    """Text that ends a step of the answer, as rm.step_separator in training."""
+    step_reward: Annotated[Literal["min", "mean", "product", "last"], _OF_STEPS] = "min"
+    """The reward of an answer from the probabilities that its steps are right: the smallest, their mean, their product,
+    or that of the last step."""
     hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
     """Fields of the Hugging Face model config to change."""
     trust_remote_code: bool = False
@@ -168,12 +225,16 @@ class RewardModelEnvironmentConfig(Section):
     device: Device = derived("${cluster.device}")
     """Device of the reward model."""
 
-    def as_policy(self) -> PolicyConfig:
+    def as_policy(self, num_scores: int = 1) -> PolicyConfig:
         """Return the model's section as a policy section that is not trained.
+
+        Args:
+            num_scores: number of outputs of the model's head.
 
         Raises:
             ConfigError: checkpoint_path has no model.
         """
+        labels = [f"LABEL_{number}" for number in range(num_scores)] if num_scores > 1 else []
         model, tokenizer = self.model_name, self.tokenizer.model_dump()
         if self.checkpoint_path is not None:
             model = str(weights_folder(self.checkpoint_path))
@@ -187,7 +248,10 @@ class RewardModelEnvironmentConfig(Section):
             hf_config_overrides=self.hf_config_overrides,
             trust_remote_code=self.trust_remote_code,
             dtensor_cfg=self.dtensor_cfg.model_dump(),
-            reward_model_cfg=self.reward_model_cfg.model_dump(),
+            megatron_cfg=self.megatron_cfg.model_dump(exclude={"optimizer", "scheduler"}),
+            sequence_packing=self.sequence_packing.model_dump(),
+            dynamic_batching=self.dynamic_batching.model_dump(),
+            reward_model_cfg={"enabled": True, "attributes": labels},
             optimizer=None,
             generation=None,
         )
@@ -206,6 +270,15 @@ class RewardModelEnvironmentConfig(Section):
     def _scores(self) -> Self:
         if not self.reward_model_cfg.enabled:
             raise PydanticCustomError("reward_model", "reward_model_cfg.enabled=false gives no scores; set it to true")
+        if self.reward_model_cfg.reward_model_type == "process" and self.attribute_weights:
+            raise PydanticCustomError(
+                "reward_model",
+                "attribute_weights belong to several scores, and a model of process has one; remove them",
+            )
+        if self.reward_model_cfg.reward_model_type == "process" and self.too_long == "keep_end":
+            raise PydanticCustomError(
+                "reward_model", "too_long=keep_end would cut off steps; with reward_model_type=process set it to error"
+            )
         return self
 
 

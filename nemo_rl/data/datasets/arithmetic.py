@@ -176,7 +176,8 @@ def _draw_at_random(rng: np.random.Generator, split: str, num_samples: int, limi
     return np.concatenate(kept)
 
 
-_OFFSETS = (-10, -2, -1, 1, 2, 10)
+OFFSETS = (-10, -2, -1, 1, 2, 10)
+"""Differences of a wrong result from the right one."""
 
 
 class WorkedSumsDataset(RawDataset):
@@ -238,7 +239,7 @@ class PairRows(Sequence[FormattedRow]):
         self._sums = sums
         rng = np.random.default_rng(seed)
         self._wrong_step = rng.random(len(sums))
-        self._offset = rng.choice(_OFFSETS, len(sums))
+        self._offset = rng.choice(OFFSETS, len(sums))
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -246,10 +247,7 @@ class PairRows(Sequence[FormattedRow]):
     def __getitem__(self, position: Any) -> Any:
         row = self._sums[position]
         steps = steps_of(row["problem"])
-        wrong = [list(step) for step in steps]
-        step = wrong[int(self._wrong_step[position] * len(steps))]
-        offset = int(self._offset[position])
-        step[2] += offset if step[2] + offset >= 0 else -offset
+        wrong = with_wrong_result(steps, int(self._wrong_step[position] * len(steps)), int(self._offset[position]))
         pair = {
             "context": [row["messages"][0]],
             "completions": [
@@ -278,6 +276,19 @@ def steps_of(problem: str) -> list[list[int]]:
         total += a + b
         unit *= 10
     return steps
+
+
+def with_wrong_result(steps: Sequence[Sequence[int]], number: int, offset: int) -> list[list[int]]:
+    """Return a copy of steps in which a step's result is changed by an offset, whose sign changes at negative results.
+
+    Example:
+        >>> with_wrong_result([[7, 5, 12]], 0, -2)
+        [[7, 5, 10]]
+    """
+    changed = [list(step) for step in steps]
+    step = changed[number]
+    step[2] += offset if step[2] + offset >= 0 else -offset
+    return changed
 
 
 def write_out(steps: Sequence[Sequence[int]]) -> str:

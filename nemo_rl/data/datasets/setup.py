@@ -25,10 +25,18 @@ from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset, RowView,
 from nemo_rl.data.datasets.registry import held_out_rows
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.rows.control_tokens import check_control_tokens
+from nemo_rl.data.datasets.rows.labelled_steps import load_labelled_steps
+from nemo_rl.data.datasets.rows.scored_answers import ScoreColumns, load_scored_dataset
 from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
 from nemo_rl.data.messages.content import text_rules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
-from nemo_rl.data.messages.conversations import feedback_processor, preference_preprocessor, sft_processor
+from nemo_rl.data.messages.conversations import (
+    feedback_processor,
+    preference_preprocessor,
+    scored_answer_processor,
+    sft_processor,
+)
+from nemo_rl.data.messages.steps import labelled_steps_processor
 from nemo_rl.data.processors import columns_of, get_processor, vlm_hf_data_processor
 from nemo_rl.utils.errors import DataError
 
@@ -159,6 +167,27 @@ def setup_preference_data(tokenizer: TokenizerType, data_config: SupervisedDataC
 def setup_feedback_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
     """Load, check and combine all data sets of labelled answers and pairs, as `setup_sft_data` does."""
     return _setup_supervised(tokenizer, data_config, load_feedback_dataset, feedback_processor)
+
+
+def setup_scored_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig, scores: ScoreColumns) -> RunData:
+    """Load, check and combine all data sets of answers with scores, as `setup_sft_data` does."""
+    load = partial(load_scored_dataset, scores=scores)
+    return _setup_supervised(tokenizer, data_config, load, scored_answer_processor)
+
+
+def setup_step_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig, separator: str) -> RunData:
+    """Load, check and combine all data sets of answers with labelled steps, as `setup_sft_data` does.
+
+    Args:
+        separator: Text after each step.
+    """
+    usual = partial(labelled_steps_processor, separator=separator)
+    parts = []
+    for entry, _ in _entries(data_config):
+        process: Processor = get_processor(entry.processor)
+        process = usual if process in (sft_processor, vlm_hf_data_processor) else process
+        parts.append(_Part(load_labelled_steps, process, CHECKED_ROWS, over_long=True))
+    return _setup(tokenizer, data_config, parts)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from nemo_rl.data.interfaces import (
     LLMMessageLogType,
     Message,
     PreferenceDatumSpec,
+    ScoredDatumSpec,
     TaskDataSpec,
     TokenizerType,
 )
@@ -284,6 +285,26 @@ def feedback_processor(
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
     datum = _answered(feedback["context"], feedback["completion"], feedback.get("tools"), *how)
     return FeedbackDatumSpec(**datum, desirable=feedback["desirable"])
+
+
+def scored_answer_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+    **flags: bool,
+) -> ScoredDatumSpec:
+    """Return the conversation of a row's `scored` (context and completion), with its scores.
+
+    Args:
+        **flags: `add_bos`, `add_eos` and `add_generation_prompt` of `feedback_processor`.
+    """
+    scored = datum_dict["scored"]
+    chosen = [flags.get(name, True) for name in ("add_bos", "add_eos", "add_generation_prompt")]
+    how = (task_data_spec, tokenizer, max_seq_length, idx, *chosen)
+    datum = _answered(scored["context"], scored["completion"], scored.get("tools"), *how)
+    return ScoredDatumSpec(**datum, scores=scored["scores"])
 
 
 def _answered(

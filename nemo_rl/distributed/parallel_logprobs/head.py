@@ -86,23 +86,26 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def scalar_outputs(hidden_KD: Tensor, weight_1D: Tensor, bias_1: Tensor | None = None) -> Tensor:
-    """Return the outputs `[K]` of a scalar head, differentiable in all arguments.
+def scalar_outputs(hidden_KD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Return the outputs of a head for scores, differentiable in all arguments.
 
     Args:
         hidden_KD: `[K, D]` hidden states.
-        weight_1D: `[1, D]`.
-        bias_1: `[1]`.
+        weight_ND: `[N, D]`.
+        bias_N: `[N]`.
 
     Returns:
-        `[K]` float32 (float64 for float64 inputs).
+        `[K]` for a head with one output, otherwise `[K, N]`, float32 (float64 for float64 inputs).
     """
-    outputs_K = torch.mv(widen(hidden_KD), widen(weight_1D)[0])  # FSDP warns about views
-    return outputs_K if bias_1 is None else outputs_K + widen(bias_1)
+    if weight_ND.shape[0] == 1:
+        outputs = torch.mv(widen(hidden_KD), widen(weight_ND)[0])  # FSDP warns about views
+    else:
+        outputs = widen(hidden_KD) @ widen(weight_ND).t()
+    return outputs if bias_N is None else outputs + widen(bias_N)
 
 
-def initial_head(hidden_size: int, seed: int) -> Tensor:
-    """Return the initial weight `[1, D]` of a new scalar head, float32 on the CPU and equal on every rank.
+def initial_head(hidden_size: int, seed: int, num_outputs: int = 1) -> Tensor:
+    """Return the initial weight `[N, D]` of a new head for scores, float32 on the CPU and equal on every rank.
 
     The standard deviation is `1 / (D + 1)`, so that outputs of hidden states with elements of about 1 have a standard
     deviation of about `1 / sqrt(D)`. A new critic's values are then small compared with rewards of 1, for any width of
@@ -110,6 +113,7 @@ def initial_head(hidden_size: int, seed: int) -> Tensor:
 
     Args:
         hidden_size: D.
+        num_outputs: N.
     """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1)
+    return torch.randn((num_outputs, hidden_size), generator=generator) / (hidden_size + 1)

@@ -1,12 +1,14 @@
-"""An environment that rewards a conversation with the score of a reward model, and ends the episode.
+"""An environment that rewards a conversation with the scores of a reward model, and ends the episode.
 
 The model has its own ranks, and samples whose turns end at about the same time share a forward pass
-(`judges.scoring_ranks`). Invariant: a reward is always the model's score of this conversation. A sample whose score is
-not finite, or whose conversation cannot be scored, gets an error.
+(`judges.scoring_ranks`). `judges.score_forms` computes rewards from scores. Invariant: a reward always follows from the
+model's scores of this conversation. A sample with a score that is not finite, or whose conversation cannot be scored,
+gets an error.
 """
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,9 +16,10 @@ import torch
 from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.kits.judges.scoring_ranks import ConversationTokens, JoinedPasses, ScoringRanks
+from nemo_rl.kits.judges.score_forms import form_of
+from nemo_rl.kits.judges.scoring_ranks import JoinedPasses, ScoringRanks
 from nemo_rl.models.huggingface.comparison import is_classifier
-from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.huggingface.load import load_model_config, names_of_scores
 from nemo_rl.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -43,9 +46,11 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
         self.cfg = RewardModelEnvironmentConfig.of(config)
         _require_enabled(self.cfg)
         tokenizer = _tokenizer_of_classifier(self.cfg)
-        self._tokens = ConversationTokens(tokenizer, self.cfg.max_model_len, self.cfg.too_long, self.cfg.ends_with_turn)
-        self._ranks = ScoringRanks(self.cfg, tokenizer)
-        self._passes = JoinedPasses(self._ranks.scores, self.cfg.batch_wait_ms / 1000, _MOST_ROWS_OF_A_PASS)
+        names = _names_of_scores(self.cfg)
+        self._form = form_of(self.cfg, tokenizer, names)
+        self._ranks = ScoringRanks(self.cfg, tokenizer, len(names))
+        scores = partial(self._form.scores, self._ranks)
+        self._passes = JoinedPasses(scores, self.cfg.batch_wait_ms / 1000, _MOST_ROWS_OF_A_PASS)
 
     @classmethod
     def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
@@ -53,7 +58,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
         cfg = RewardModelEnvironmentConfig.of(section)
         _require_enabled(cfg)
         if tokenizer is not None:
-            _tokenizer_of_classifier(cfg)
+            form_of(cfg, _tokenizer_of_classifier(cfg), _names_of_scores(cfg))
 
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
@@ -65,32 +70,35 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
             metadata: B items, which are returned unchanged.
         """
         (conversation,) = message_log_batch
-        score, error = await self._score(conversation)
+        reward, error = await self._reward(conversation)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}],
             metadata=metadata,
             next_stop_strings=[None],
-            rewards=torch.tensor([score], dtype=torch.float64),
+            rewards={name: _column(value) for name, value in reward.items()}
+            if isinstance(reward, dict)
+            else _column(reward),
             terminateds=torch.ones(1, dtype=torch.bool),
             errors=[error],
         )
 
-    async def _score(self, conversation: "LLMMessageLogType") -> tuple[float, str | None]:
-        """Return the score and None, or 0 and the reason why there is no score."""
+    async def _reward(self, conversation: "LLMMessageLogType") -> tuple[float | dict[str, float], str | None]:
+        """Return the reward, or a reward for each component, with None, or no reward with the reason."""
         try:
-            row = self._tokens.of(conversation)
+            row = self._form.row_of(conversation)
         except DataError as error:
-            return 0.0, f"the reward model cannot read the conversation: {error}"
+            return self._form.no_reward, f"the reward model cannot read the conversation: {error}"
         score = await self._passes.score(row)
-        if not math.isfinite(score):
-            return 0.0, f"the reward model gave the score {score}"
-        return score, None
+        if not all(map(math.isfinite, score if isinstance(score, list) else [score])):
+            return self._form.no_reward, f"the reward model gave the score {score}"
+        return self._form.reward(score), None
 
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Return the spread of the scores and the mean size of the forward passes. Rewards do not change."""
         rewards = batch["rewards"].double()
+        rewards = rewards.sum(1) if rewards.dim() > 1 else rewards
         metrics = {"rows_per_pass": self._passes.num_rows / max(self._passes.num_passes, 1)}
         if len(rewards):
             spread = rewards.std(correction=0)
@@ -101,6 +109,26 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     def shutdown(self) -> None:
         """Stop the ranks of the reward model."""
         self._ranks.shutdown()
+
+
+def _column(reward: float) -> torch.Tensor:
+    return torch.tensor([reward], dtype=torch.float64)
+
+
+def _names_of_scores(config: RewardModelEnvironmentConfig) -> list[str]:
+    """Return the names of the model's scores.
+
+    Raises:
+        ConfigError: the section names another number of scores than the model has.
+    """
+    found = names_of_scores(load_model_config(config.as_policy().model_name, section="env.reward_model"))
+    given = config.reward_model_cfg.attributes
+    if given and len(given) != len(found):
+        raise ConfigError(
+            f"env.reward_model.reward_model_cfg.attributes names {len(given)} scores, but the model has {len(found)}: "
+            f"{', '.join(found)}. Leave it out, or name each score."
+        )
+    return given or found
 
 
 def _require_enabled(config: RewardModelEnvironmentConfig) -> None:

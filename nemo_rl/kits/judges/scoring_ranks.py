@@ -83,39 +83,49 @@ def padded(rows: Sequence[Tensor], pad_token_id: int) -> BatchedDataDict[Any]:
     return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in rows])})
 
 
+@dataclass(frozen=True)
+class StepRow:
+    """An answer whose steps are scored."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    ends: Tensor
+    """[steps] int64, index of the token after each step."""
+
+
 @dataclass(eq=False)
-class _WaitingRow:
-    row: Tensor
-    score: "asyncio.Future[float]"
+class _WaitingRow[RowT, ScoreT]:
+    row: RowT
+    score: "asyncio.Future[ScoreT]"
 
 
-class JoinedPasses:
-    """Score rows of tokens in common forward passes.
+class JoinedPasses[RowT, ScoreT]:
+    """Score rows in common forward passes.
 
     Args:
-        scores: function that computes the score of each row, called by one thread at a time.
+        scores: function that computes the score, or the scores, of each row, called by one thread at a time.
         wait_s: time in seconds that a row waits for further rows.
         largest: largest number of rows of a pass.
     """
 
-    def __init__(self, scores: Callable[[Sequence[Tensor]], list[float]], wait_s: float, largest: int) -> None:
+    def __init__(self, scores: Callable[[Sequence[RowT]], list[ScoreT]], wait_s: float, largest: int) -> None:
         self._scores = scores
         self._wait_s = wait_s
         self._largest = largest
-        self._waiting: list[_WaitingRow] = []
+        self._waiting: list[_WaitingRow[RowT, ScoreT]] = []
         self._worker: asyncio.Task[None] | None = None
         self.num_passes = 0
         """Number of calls of `scores`."""
         self.num_rows = 0
         """Number of rows that these calls scored."""
 
-    async def score(self, row: Tensor) -> float:
-        """Return the score of a row of tokens, [T] int64.
+    async def score(self, row: RowT) -> ScoreT:
+        """Return what `scores` computes for a row.
 
         Raises:
             Exception: the error of `scores` for this row alone.
         """
-        waiting = _WaitingRow(row, asyncio.get_running_loop().create_future())
+        waiting: _WaitingRow[RowT, ScoreT] = _WaitingRow(row, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -130,7 +140,7 @@ class JoinedPasses:
             if wanted:
                 await self._pass(wanted)
 
-    async def _pass(self, batch: list[_WaitingRow]) -> None:
+    async def _pass(self, batch: list[_WaitingRow[RowT, ScoreT]]) -> None:
         """Score rows together, or one by one if scoring them together fails."""
         self.num_passes += 1
         self.num_rows += len(batch)
@@ -156,20 +166,21 @@ class ScoringRanks:
 
     Args:
         config: the section `env.reward_model`.
+        num_scores: number of outputs of the model's head.
 
     Raises:
         ConfigError: the section, the model or the number of ranks cannot be used.
         ResourceInsufficientError, DeadlineExceededError, WorkerDiedError: the ranks did not start.
     """
 
-    def __init__(self, config: RewardModelEnvironmentConfig, tokenizer: TokenizerType) -> None:
+    def __init__(self, config: RewardModelEnvironmentConfig, tokenizer: TokenizerType, num_scores: int = 1) -> None:
         self._pad_token_id = tokenizer.pad_token_id
         self._places = places_of("reward_model", config.resources, on_gpus=config.uses_gpu)
         with ExitStack() as undo:
             undo.callback(self._places.shutdown)
             self._policy = Policy(
                 self._places,
-                config.as_policy(),
+                config.as_policy(num_scores),
                 tokenizer,
                 # The ranks of an environment that is being replaced may still use their names.
                 name_prefix=f"reward_model-{uuid.uuid4().hex[:8]}",
@@ -179,22 +190,34 @@ class ScoringRanks:
             undo.pop_all()
 
     def scores(self, rows: Sequence[Tensor]) -> list[float]:
-        """Score B rows of tokens, each [T] int64.
+        """Return the score after the last token of B rows of tokens, each [T] int64.
 
         Raises:
             WorkerDiedError, DeadlineExceededError: the ranks died or hung twice.
         """
-        batch = padded(rows, self._pad_token_id)
+        scores: list[float] = self._called(padded(rows, self._pad_token_id), self._policy.score)["scores"].tolist()
+        return scores
+
+    def attribute_scores(self, rows: Sequence[Tensor]) -> list[list[float]]:
+        """Return all scores after the last token of B rows (`scores`), for a head with several outputs."""
+        scores = self._called(padded(rows, self._pad_token_id), self._policy.score)["scores"]
+        return [list(each) for each in scores.reshape(len(rows), -1).tolist()]
+
+    def step_scores(self, rows: Sequence[StepRow]) -> list[list[float]]:
+        """Return the score of each step of B answers. Errors are those of `scores`."""
+        batch = padded([row.token_ids for row in rows], self._pad_token_id)
+        values_BT = self._called(batch, self._policy.get_values)["values"]
+        return [values_T[row.ends].tolist() for row, values_T in zip(rows, values_BT, strict=True)]
+
+    def _called(self, batch: BatchedDataDict[Any], method: Callable[[Any], Any]) -> Any:
+        """Call a method of the policy. If the ranks die or hang, replace them, and call it again."""
         try:
-            return self._scores(batch)
+            return method(batch)
         except (WorkerDiedError, DeadlineExceededError, *WORKER_DEATHS) as error:
             reason = self._policy.find_loss(silence_is_loss=True) or str(error)
             logger.warning("The ranks of the reward model are replaced: %s", reason)
         self._policy.restart()
-        return self._scores(batch)
-
-    def _scores(self, batch: Any) -> list[float]:
-        return [float(score) for score in self._policy.score(batch)["scores"]]
+        return method(batch)
 
     def shutdown(self) -> None:
         """Stop the ranks and release their CPUs or GPUs."""

@@ -91,7 +91,7 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
     """
     load: Callable[..., PreTrainedModel] = load_causal_lm
     if config.reward_model_cfg.enabled:
-        load = partial(load_scoring_model, seed=seed)
+        load = partial(load_scoring_model, seed=seed, attributes=config.reward_model_cfg.attributes)
     with weights_left_in_files() as lazy_weights:
         hf = load(
             config.model_name,
@@ -128,12 +128,15 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
     if config.sequence_packing.enabled or config.dtensor_cfg.context_parallel_size > 1:
         respect_borders(hf)
     freeze_parts(hf, config)
+    lora = config.dtensor_cfg.lora_cfg
     if config.reward_model_cfg.enabled:
+        if lora.enabled:
+            apply_lora(hf, lora, seed)
         return RewardModel(hf)
     divided = config.dtensor_cfg.tensor_parallel_size > 1
     model = build_causal_lm(hf, transform=found.transform, chunk_size=config.logprob_chunk_size, divides_head=divided)
-    if config.dtensor_cfg.lora_cfg.enabled:
-        apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
+    if lora.enabled:
+        apply_lora(hf, lora, seed)
     return model
 
 

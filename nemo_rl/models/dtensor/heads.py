@@ -10,8 +10,8 @@ operations follow the linear head. Configurations describe these operations unde
 includes logits that are large enough for an effect of soft-capping. If no operation reproduces the logits, the model's
 own forward computes them, on ranks that hold the whole head.
 
-`RewardModel` wraps a sequence classifier with one label. The positions are the last token of each sequence for scores
-of a reward model, and the token before each target for values of a critic.
+`RewardModel` wraps a sequence classifier, with a label for each of its scores. The positions are the last token of each
+sequence for scores of a reward model, and the token before each target for values of a critic.
 
 Invariant: parameters keep their Hugging Face names under `hf`. Log-probabilities are those of the model's own logits.
 The score of a sequence equals that of `AutoModelForSequenceClassification`; `require_scoring_head` compares the two on
@@ -49,7 +49,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class RewardModel(ShardableModel):
-    """A sequence classifier that returns one number for each given position."""
+    """A sequence classifier that returns one number, or one for each of its labels, for each given position."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -74,17 +74,15 @@ class RewardModel(ShardableModel):
             top_k: not used.
 
         Returns:
-            `(scores_K, zeros_K)`, float32 (float64 for float64 models).
+            `(scores_K, zeros_K)`, or `(scores_KN, zeros_KN)` for N labels, float32 (float64 for float64 models).
         """
         hidden = hidden_states(self.hf, model_inputs)
         rows = self.whole_rows(hidden, partial_gradient=False)  # every rank has the whole head and the whole gradient
         hidden_KD = rows.flatten(0, 1).index_select(0, positions_K)
         head: Any = self.hf.score
         # # Tensor-parallel ranks hold the head as a DTensor that is whole on each rank.
-        scores_K = scalar_outputs(
-            hidden_KD, held_here(head.weight), None if head.bias is None else held_here(head.bias)
-        )
-        return scores_K, torch.zeros_like(scores_K)
+        scores = scalar_outputs(hidden_KD, held_here(head.weight), None if head.bias is None else held_here(head.bias))
+        return scores, torch.zeros_like(scores)
 
 
 def require_scoring_head(probe_model: PreTrainedModel) -> None:
@@ -115,7 +113,8 @@ def _scores_the_last_token(hf: PreTrainedModel) -> bool:
     tokens = tokens[None]
     own = hf(input_ids=tokens, use_cache=False).logits
     ours = head(hidden_states(hf, {"input_ids": tokens})[:, -1])
-    return own.shape == ours.shape == (1, 1) and bool((own - ours).abs() <= 1e-5 * own.abs().clamp(min=1.0))
+    alike = own.shape == ours.shape == (1, head.out_features)
+    return alike and bool(((own - ours).abs() <= 1e-5 * own.abs().clamp(min=1.0)).all())
 
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")

@@ -7,6 +7,9 @@ names; each weight is merged when it is read.
 FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, and A
 `[dim, in]` by the weight's columns. A rank therefore merges its own part, and only the small A is gathered.
 
+The head of a reward model or critic (`score`) has no adapter. It is trained as a whole, and belongs to the adapter's
+files as PEFT's `modules_to_save`.
+
 `save_adapter` and `load_adapter` use the format of the PEFT library. Layout (W = weights folder of a checkpoint):
 
     W/model/     merged weights, written by `checkpoints.model_files`, loaded by `from_pretrained` and engines
@@ -48,7 +51,7 @@ from nemo_rl.models.huggingface.folders import (
     peft_key,
     write_adapter,
 )
-from nemo_rl.models.huggingface.layers import parts_without_text
+from nemo_rl.models.huggingface.layers import SCORE_HEAD, parts_without_text, score_head
 from nemo_rl.models.huggingface.mixers import is_used_by_weight
 from nemo_rl.models.huggingface.recurrent import compute_unfused
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
@@ -119,7 +122,8 @@ class LoraLinear(nn.Module):
 def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
     """Freeze the model and add adapters to its linear layers in place, before sharding.
 
-    A is drawn from the run's seed and the layer's name, so that it is equal on all ranks and after a restart.
+    The head of a sequence classifier is not frozen, because a language model as its base has no such head. A is drawn
+    from the run's seed and the layer's name, so that it is equal on all ranks and after a restart.
 
     Args:
         hf: the unsharded model.
@@ -135,6 +139,9 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
     _refuse_shared(hf, names)
     compute_unfused(hf)
     hf.requires_grad_(False)
+    head = score_head(hf)
+    if head is not None:
+        head.requires_grad_(True)
     for name in names:
         parent_name, _, child = name.rpartition(".")
         base = hf.get_submodule(name)
@@ -215,16 +222,20 @@ def _linear_names(hf: PreTrainedModel) -> list[str]:
     """Return the names of plain linear layers, except those of modules for images or sound.
 
     The output head is also left out, because its weight is used in chunks and its forward is not called. So are other
-    layers whose forward is not called (`mixers.is_used_by_weight`).
+    layers whose forward is not called (`mixers.is_used_by_weight`), and the head of a sequence classifier, which is
+    trained as a whole.
     """
     others = {id(module) for part in parts_without_text(hf) for module in part.modules()} | {
-        id(hf.get_output_embeddings())
+        id(hf.get_output_embeddings()),
+        id(score_head(hf)),
     }
     linear = [(name, module) for name, module in hf.named_modules() if type(module) is nn.Linear]
     return [name for name, module in linear if id(module) not in others and not is_used_by_weight(name, module)]
 
 
 _NOT_MERGED = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+_HEADS = {SCORE_HEAD, "classifier"}
+"""Names of heads that PEFT saves with the adapter of a sequence classifier, whichever of them the model has."""
 _MERGE_TOLERANCE = 1e-5
 
 
@@ -239,11 +250,12 @@ def save_adapter(
         weights_path: the folder W of the module docstring.
         keep: applied to every tensor that will be written.
     """
-    mine = ((name, whole(parameter.detach())) for name, parameter in _adapter_parameters(hf).items())
+    mine = ((key, whole(parameter.detach())) for key, parameter in _trained_parameters(hf).items())
     named = of_all_stages(hf, mine)
-    tensors = {peft_key(name): keep(f"adapter.{name}", tensor.cpu().contiguous()) for name, tensor in named}
+    tensors = {key: keep(f"adapter.{key}", tensor.cpu().contiguous()) for key, tensor in named}
     names = list(joined(hf, dict.fromkeys(adapted_modules(hf))))
-    described = peft_config(config, base_name, names, fused_experts=converts(hf))
+    scores = any(joined(hf, {SCORE_HEAD: True} if score_head(hf) is not None else {}))
+    described = peft_config(config, base_name, names, fused_experts=converts(hf), scores=scores)
     return partial(write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
 
 
@@ -282,7 +294,8 @@ def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
     """
     described = read_adapter_config(folder)
     tensors = TensorFiles([folder / WEIGHTS_FILE])
-    names = sorted({key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors})
+    of_layers = (key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors)
+    names = sorted({name for name in of_layers if name})
     have = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     missing = [name for name in names if name not in have]
     if missing:
@@ -313,6 +326,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     described: dict[str, Any] = json.loads(read_text(folder / CONFIG_FILE))
     plain = described.get("peft_type") == "LORA" and isinstance(described.get("lora_alpha"), int)
     extras = [name for name in _NOT_MERGED if described.get(name)]
+    if is_scoring_adapter(described) and set(described["modules_to_save"]) <= _HEADS:
+        extras.remove("modules_to_save")
     extras += ["bias"] if described.get("bias", "none") != "none" else []
     if not plain or extras:
         raise CheckpointError(
@@ -322,11 +337,16 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return described
 
 
+def is_scoring_adapter(described: dict[str, Any]) -> bool:
+    """Return whether an adapter_config.json belongs to a sequence classifier whose head is in the adapter's file."""
+    return described.get("task_type") == "SEQ_CLS" and bool(described.get("modules_to_save"))
+
+
 @torch.no_grad()
 def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
     """Copy this rank's part of the saved values into the adapters."""
     saved = TensorFiles([folder / WEIGHTS_FILE])
-    parameters = {peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
+    parameters = _trained_parameters(hf)
     shapes = joined(hf, {key: tuple(tensor.shape) for key, tensor in parameters.items()})
     _require_same_shapes(folder, {key: saved.like(key) for key in saved}, shapes)
     for key, parameter in parameters.items():
@@ -382,12 +402,16 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     return (ours - theirs).abs().max().item() <= _MERGE_TOLERANCE * theirs.abs().max().item()
 
 
-def _adapter_parameters(hf: PreTrainedModel) -> dict[str, Tensor]:
-    return {
-        f"{name}.{last}": getattr(module, last)
+def _trained_parameters(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the parameters of adapters and of a sequence classifier's head, by their keys in PEFT's files."""
+    found: dict[str, Tensor] = {
+        peft_key(f"{name}.{last}"): getattr(module, last)
         for name, module in adapted_modules(hf).items()
         for last in ADAPTER_PARAMETERS
     }
+    head = score_head(hf)
+    named = () if head is None else head.named_parameters()
+    return found | {f"{PEFT_PREFIX}{SCORE_HEAD}.{name}": parameter for name, parameter in named}
 
 
 def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted_shapes: dict[str, tuple[int, ...]]) -> None:

@@ -23,6 +23,7 @@ from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.files.regular_file import read_text
 from nemo_rl.files.trusted_code import copy_code
 from nemo_rl.host.waiting_log import StillWaiting
+from nemo_rl.models.huggingface.layers import SCORE_HEAD
 from nemo_rl.models.huggingface.load import stays_float32_in_files
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, model_folder, write_file
 from nemo_rl.utils.errors import CheckpointError
@@ -138,7 +139,9 @@ def peft_key(name: str) -> str:
     return f"{PEFT_PREFIX}{name}.weight"
 
 
-def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, fused_experts: bool) -> dict[str, Any]:
+def peft_config(
+    config: AdapterConfig, base_name: str, names: Sequence[str], *, fused_experts: bool, scores: bool = False
+) -> dict[str, Any]:
     """Build the adapter_config.json of an adapter.
 
     In a model with fused experts, PEFT treats every layer with the name of an expert's layer as an expert, and would
@@ -149,11 +152,12 @@ def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, 
         config: the adapter's shape and dropout.
         names: names of the adapted layers in the Hugging Face model.
         fused_experts: whether the Hugging Face model keeps the experts of a layer in one tensor.
+        scores: whether the model is a sequence classifier, whose head is saved with the adapter.
     """
     taken = [name for name in names if name.rpartition(".")[2] in _EXPERT_LAYERS] if fused_experts else []
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "inference_mode": True,
         "r": config.dim,
@@ -165,7 +169,7 @@ def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, 
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "use_rslora": False,
-        "modules_to_save": None,
+        "modules_to_save": [SCORE_HEAD] if scores else None,
     }
 
 

@@ -72,6 +72,16 @@ def freeze_parts(hf: "PreTrainedModel", config: PolicyConfig) -> None:
         raise ConfigError("policy.dtensor_cfg.automodel_kwargs.freeze_config leaves no part of the model to train.")
 
 
+SCORE_HEAD = "score"
+"""Name of the head in the sequence classifiers of transformers."""
+
+
+def score_head(hf: nn.Module) -> nn.Linear | None:
+    """Return the head of a sequence classifier, or None for a language model, or for a stage without the head."""
+    head = getattr(hf, SCORE_HEAD, None)
+    return head if isinstance(head, nn.Linear) else None
+
+
 def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor:
     """Return the body's output `[b, T, D]` for the keyword arguments of the model."""
     hidden: Tensor = body(hf)(**model_inputs, use_cache=False).last_hidden_state

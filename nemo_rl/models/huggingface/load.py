@@ -11,7 +11,7 @@ training, weight syncs and engines of the library use the functions of this modu
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from nemo_rl.distributed.parallel_logprobs import initial_head
 from nemo_rl.files.hub_download import described_source, one_download
 from nemo_rl.files.regular_file import require_regular_files
 from nemo_rl.files.trusted_code import ADVICE, is_refused, may_run
+from nemo_rl.models.huggingface.comparison import is_classifier
 from nemo_rl.models.huggingface.tensor_files import cached_folder, model_folder
 from nemo_rl.utils.errors import ConfigError
 
@@ -113,16 +114,18 @@ def load_scoring_model(
     config_overrides: dict[str, Any] | None = None,
     attn_implementation: str | None = None,
     seed: int = 0,
+    attributes: Sequence[str] = (),
 ) -> "PreTrainedModel":
-    """Load a language model, or a reward model, as a sequence classifier with one label, in float32.
+    """Load a language model, or a reward model, as a sequence classifier in float32.
 
-    If the files contain no scalar head, the head gets the values of `initial_head`, which are equal on every rank.
+    If the files contain no head for scores, the head gets the values of `initial_head`, which are equal on every rank.
 
     Args:
         model_name: Hugging Face id or local folder.
         config_overrides: fields of the model's configuration to replace.
         attn_implementation: as in `load_causal_lm`.
         seed: run seed, for a new head.
+        attributes: names of the head's scores. If empty, the head has one score without a name.
 
     Raises:
         DownloadError: the model is not a folder and cannot be downloaded.
@@ -133,7 +136,7 @@ def load_scoring_model(
 
     files = files_of(model_name)
     config = load_model_config(model_name, config_overrides)
-    config.num_labels = 1
+    describe_scores(config, attributes)
     attention = attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -151,8 +154,37 @@ def load_scoring_model(
     if _HEAD_WEIGHT in loaded["missing_keys"]:
         weight = model.get_parameter(_HEAD_WEIGHT)
         with torch.no_grad():
-            weight.copy_(initial_head(weight.shape[-1], seed))
+            weight.copy_(initial_head(weight.shape[-1], seed, weight.shape[0]))
     return model.eval()
+
+
+def describe_scores(config: PretrainedConfig, attributes: Sequence[str] = ()) -> None:
+    """Write the scores of a sequence classifier into its configuration, in place, as its labels.
+
+    Args:
+        attributes: names of the scores. If empty, the classifier has one score without a name.
+
+    Raises:
+        ConfigError: the configuration is that of a classifier with another number of scores.
+    """
+    num_scores = len(attributes) or 1
+    if is_classifier(config) and config.num_labels != num_scores:
+        raise ConfigError(
+            f"{config.name_or_path} is a sequence classifier with {config.num_labels} scores "
+            f"({', '.join(names_of_scores(config))}), but a model with {num_scores} is wanted. Name another model, "
+            "or those scores in policy.reward_model_cfg.attributes; a critic has one score."
+        )
+    if not attributes:
+        config.num_labels = 1
+        return
+    config.id2label = dict(enumerate(attributes))
+    config.label2id = {name: index for index, name in config.id2label.items()}
+
+
+def names_of_scores(config: PretrainedConfig) -> list[str]:
+    """Return the names of a sequence classifier's scores in the order of its outputs, `LABEL_0`, ... without names."""
+    labels: Any = config.id2label
+    return [str(labels[index]) for index in range(len(labels))]
 
 
 def attention_choice(

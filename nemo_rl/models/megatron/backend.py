@@ -27,7 +27,7 @@ from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.draft.head import load_draft, prepared_draft
 from nemo_rl.models.draft.trainer import DraftTrainer
-from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.huggingface.load import describe_scores, load_model_config, names_of_scores, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.megatron.inputs import RankInputs, rank_inputs, row_order
 from nemo_rl.models.megatron.model.families import text_part
@@ -308,13 +308,14 @@ class MegatronBackend(TorchBackend):
 
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:
-    """Load the model's configuration, which for a reward model is a sequence classifier with one label."""
+    """Load the model's configuration, which for a reward model is a sequence classifier."""
     model_folder(config.model_name)  # first, so that one rank per machine contacts the hub
     hf_config = text_part(load_model_config(config.model_name, config.hf_config_overrides))
     if config.reward_model_cfg.enabled:
+        describe_scores(hf_config, config.reward_model_cfg.attributes)
         classes: Any = AutoModelForSequenceClassification._model_mapping
         hf_config.architectures = [classes[type(hf_config)].__name__]
-        hf_config.num_labels, hf_config.tie_word_embeddings = 1, False
+        hf_config.tie_word_embeddings = False
     return hf_config
 
 
@@ -335,7 +336,7 @@ def _loaded_chunks(
     prepare(chunks)
     scores = config.reward_model_cfg.enabled
     if scores:
-        give_scalar_head(chunks, seed)
+        give_scalar_head(chunks, seed, len(names_of_scores(hf_config)))
     with start_phase("weights"):
         load_huggingface(chunks, hf_config, model_folder(config.model_name), has_scalar_head=scores)
     return list(chunks)

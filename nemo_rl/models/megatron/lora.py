@@ -17,6 +17,8 @@ adapter in `adapter/`, in the format of the PEFT library and under Hugging Face 
 combine several hub layers (query, key and value, or gate and up). The hub layers share the layer's A, and each has its
 own rows of B.
 
+The head of a reward model or critic has no adapter. It is trained as a whole and saved with the adapter.
+
 Invariant: base weights never change. Values do not depend on the mesh. Code outside of this package sees merged
 weights. Base plus `adapter/` is the merged model.
 """
@@ -54,14 +56,23 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config.schema.model.megatron import MEGATRON_LINEAR_LAYERS, MegatronPeftConfig
 from nemo_rl.files.regular_file import read_text
-from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, CONFIG_FILE, peft_config, peft_key, write_adapter
+from nemo_rl.models.huggingface.comparison import is_classifier
+from nemo_rl.models.huggingface.folders import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    PEFT_PREFIX,
+    peft_config,
+    peft_key,
+    write_adapter,
+)
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.megatron.checkpoints.folder import stored_blocks
 from nemo_rl.models.megatron.conversion.holdings import Groups, held_tensors
 from nemo_rl.models.megatron.conversion.parts import Part, Rule, global_name
-from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
+from nemo_rl.models.megatron.conversion.rules import OUTPUT, SCALAR_HEAD, Rules, rules_for
 from nemo_rl.models.megatron.model.build import unwrap
 from nemo_rl.models.megatron.model.layers import with_output_norm
+from nemo_rl.models.megatron.scoring import ScalarHead
 from nemo_rl.models.training.low_rank import (
     ADAPTER_PARAMETERS,
     generator_of,
@@ -211,6 +222,8 @@ def apply_lora(
     for chunk in chunks:
         model = unwrap(chunk)
         model.requires_grad_(False)
+        if (head := _scalar_head(model)) is not None:
+            head.requires_grad_(True)
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for own, module in list(model.named_modules()):
             name = global_name(own, numbers, 0)
@@ -226,6 +239,12 @@ def apply_lora(
         "; routed experts have no adapters and stay as they are" if has_experts else "",
     )
     return names
+
+
+def _scalar_head(model: nn.Module) -> ScalarHead | None:
+    """Return the head of a reward model or critic if this virtual stage has it."""
+    head = getattr(model, "output_layer", None)
+    return head if isinstance(head, ScalarHead) else None
 
 
 def linear_layers(rules: Rules) -> list[str]:
@@ -342,13 +361,15 @@ def save_adapter(
         weights_path: weights folder of the checkpoint.
         keep: applied to every tensor that will be written.
     """
-    rules = rules_for(hf_config)
+    scores = is_classifier(hf_config)
+    rules = rules_for(hf_config, has_scalar_head=scores)
     tensors = {
-        peft_key(name): keep(f"adapter.{name}", tensor) for name, tensor in _hub_adapters(chunks, rules, names).items()
+        f"{PEFT_PREFIX}{name}" if name == SCALAR_HEAD else peft_key(name): keep(f"adapter.{name}", tensor)
+        for name, tensor in _hub_adapters(chunks, rules, names).items()
     }
     hub = dict.fromkeys(name for layer in names for name in _hub_layers(rules, layer))
     fused = any(rule.expert is not None for rule in rules.by_parameter.values())
-    described = peft_config(config, base_name, list(hub), fused_experts=fused)
+    described = peft_config(config, base_name, list(hub), fused_experts=fused, scores=scores)
     return partial(write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
 
 
@@ -385,12 +406,20 @@ def _hub_layers(rules: Rules, name: str) -> list[str]:
 
 @torch.no_grad()
 def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str]) -> dict[str, Tensor]:
-    """Gather `<layer>.lora_A` and `<layer>.lora_B` of each hub layer to the CPU. The call is collective."""
+    """Gather `<layer>.lora_A` and `<layer>.lora_B` of each hub layer, and a scalar head, to the CPU.
+
+    The call is collective.
+    """
     modules = adapted_modules(chunks)
     held: dict[str, Tensor] = {}
     for name, module in modules.items():
         held |= {f"{name}.lora_A": module.lora_A, f"{name}.lora_B": module.lora_B}
     own: dict[str, Rule] = {}
+    if rules.has_scalar_head:
+        own[OUTPUT] = rules.by_parameter[OUTPUT]
+        for chunk in chunks:
+            if (head := _scalar_head(unwrap(chunk))) is not None:
+                held[OUTPUT] = head.weight
     for name in names:
         weight = rules.by_parameter[f"{name}.weight"]
         a, b = f"{name}.lora_A", f"{name}.lora_B"

@@ -8,7 +8,6 @@ its K tokens. The gradient of each score flows only into the rank that holds the
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -31,35 +30,38 @@ if TYPE_CHECKING:
 
 
 class ScalarHead(nn.Module):
-    """Head of a reward model or critic. It replaces the output layer and returns one number per hidden state.
+    """Head of a reward model or critic. It replaces the output layer and returns N numbers per hidden state.
 
     Tensor-parallel ranks have the whole head and the same hidden states, so its gradient is whole on each rank.
+
+    Args:
+        weight_ND: initial values `[N, D]`, which are copied.
     """
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, weight_ND: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
-        """`[1, D]`, named `score.weight` in Hugging Face models."""
+        self.weight = nn.Parameter(weight_ND.clone())
+        """`[N, D]`, named `score.weight` in Hugging Face models."""
 
     def forward(self, hidden_kD: Tensor) -> Tensor:
-        """Return `[k]` scores, float32 or wider."""
+        """Return `[k]` scores, or `[k, N]` for N > 1, float32 or wider."""
         return scalar_outputs(hidden_kD, self.weight)
 
 
-def give_scalar_head(chunks: Sequence[Any], seed: int) -> None:
-    """Replace the output layer with a new scalar head if this rank has the last stage.
+def give_scalar_head(chunks: Sequence[Any], seed: int, num_outputs: int = 1) -> None:
+    """Replace the output layer with a new head for scores if this rank has the last stage.
 
     Args:
         chunks: unwrapped GPTModels that do not share the embedding's weight with the output layer.
         seed: run seed, for the initial values.
+        num_outputs: number of scores.
     """
     for chunk in chunks:
         assert not chunk.share_embeddings_and_output_weights, "a scalar head shares no weight with the embedding"
         if chunk.post_process:
             old = chunk.output_layer.weight
-            chunk.output_layer = head = ScalarHead(chunk.config.hidden_size, old.dtype, old.device)
-            with torch.no_grad():
-                head.weight.copy_(initial_head(chunk.config.hidden_size, seed))
+            initial = initial_head(chunk.config.hidden_size, seed, num_outputs)
+            chunk.output_layer = ScalarHead(initial.to(old.device, old.dtype))
 
 
 def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:
@@ -114,8 +116,8 @@ class RowScorer:
             **ignored: further arguments of GPTModel.
 
         Returns:
-            `(logprobs_K, entropy_K)`, or `(logits_Kk, ids_Kk)`, or `(scores_K, zeros_K)` of a scalar head; float32
-            (float64 for float64 models), ids int64.
+            `(logprobs_K, entropy_K)`, or `(logits_Kk, ids_Kk)`, or `(scores_K, zeros_K)` of a head for scores, with
+            `scores_KN` if it has N > 1 outputs; float32 (float64 for float64 models), ids int64.
         """
         scalar = isinstance(output_layer, ScalarHead)
         hidden_kD = self._hidden(hidden_states, context.positions_k, partial_gradient=not scalar)

@@ -29,7 +29,7 @@ class ReferenceLogprobOutputSpec(TypedDict):
 class ScoreOutputSpec(TypedDict):
     """Result of `score`."""
 
-    scores: Tensor  # [B] float32
+    scores: Tensor  # [B] float32, or [B, N] for a reward model with N > 1 scores
 
 
 class ValueOutputSpec(TypedDict):

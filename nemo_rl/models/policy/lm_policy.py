@@ -296,7 +296,8 @@ class Policy(PolicyInterface):
             micro_batch_size: Number of rows of a rank's microbatch. If None, as configured.
 
         Returns:
-            `scores [B]` float32: the output of the head after the last token of each row.
+            `scores [B]` float32: the output of the head after the last token of each row. A head with N > 1 outputs
+            gives `scores [B, N]`.
 
         Raises:
             ConfigError: The policy is a language model.

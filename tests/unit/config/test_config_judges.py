@@ -52,7 +52,10 @@ def test_the_reward_model_has_gpus_that_the_policy_does_not_get():
         ("env.reward_model.enabled=false", "enabled=false, but data names the environment"),
         ("cluster.rollout_runners=1", "each runner would start a reward model of its own"),
         ("env.reward_model.reward_model_cfg.enabled=false", "gives no scores"),
-        ("env.reward_model.sequence_packing={enabled: true}", "packed passes of a reward model"),
+        ("env.reward_model.generation={temperature: 1}", "a reward model that writes"),
+        ("env.reward_model.dtensor_cfg.lora_cfg.enabled=true", "adds untrained adapters"),
+        ("env.reward_model.megatron_cfg.enabled=true", "two training backends"),
+        ("env.reward_model.dynamic_batching.enabled=true", "exclude each other"),
         ("env.reward_model.batch_sise=1", "batch_size"),
     ],
 )

@@ -84,7 +84,6 @@ def test_the_critic_follows_the_policy_and_may_differ() -> None:
         (("cluster.rollout_runners=1",), "works with GRPO only"),
         (("logger.record_steps=true",), "record_steps"),
         (("value.max_total_sequence_length=64",), "the value could not read the longest answers"),
-        (("value.dtensor_cfg.lora_cfg.enabled=true",), "value.dtensor_cfg.lora_cfg.enabled=true freezes.*new head"),
         (("ppo.adv_estimator.name=vtrace",), "name"),
     ],
 )

@@ -12,7 +12,7 @@ from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.base.value_types import Amount, AmountOrMinusOne, AmountOrZero, Count, Factor, FactorOrZero
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
 from nemo_rl.config.schema.algorithms.rollout_training import Epochs, RewardedTrainingConfig
-from nemo_rl.config.schema.model.policy import RewardModelConfig
+from nemo_rl.config.schema.model.policy import AttributeName, RewardModelConfig, RewardModelType
 from nemo_rl.config.schema.second_model import SecondModelConfig
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -91,12 +91,16 @@ class PPOConfig(RewardedTrainingConfig):
 class ValueHeadConfig(RewardModelConfig):
     """The scalar head of the critic."""
 
-    idle: ClassVar[dict[str, str]] = {"reward_model_type": "a critic is trained on returns"}
+    idle: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("reward_model_type", "attributes"), "a critic has one output, which is trained on returns"
+    )
 
     enabled: Annotated[bool, AfterValidator(lambda _: True)] = True
     """No effect: a critic always has a scalar head."""
-    reward_model_type: Literal["bradley_terry", "regression"] = "regression"  # type: ignore[assignment]
+    reward_model_type: RewardModelType = "regression"
     """Not used: the critic's output is the value of a state."""
+    attributes: Annotated[list[AttributeName], AfterValidator(lambda _: [])] = Field(default_factory=list)
+    """Not used: the critic has one output."""
 
 
 class ValueConfig(SecondModelConfig):

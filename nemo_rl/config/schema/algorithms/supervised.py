@@ -5,15 +5,17 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.config.base.section import Section, Seed, derived
-from nemo_rl.config.base.value_types import AmountOrMinusOne, Count, Factor, FactorOrZero, Tokens
+from nemo_rl.config.base.value_types import AmountOrMinusOne, Count, Factor, FactorOrZero, Number, Tokens
 from nemo_rl.config.schema.algorithms.rollout_training import Epochs
 from nemo_rl.config.schema.data import DataConfig, DatasetDefaults
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import DynamicBatchingConfig, SequencePackingConfig
-from nemo_rl.config.schema.model.policy import PolicyConfig, RewardModelConfig
+from nemo_rl.config.schema.model.policy import AttributeName, PolicyConfig, RewardModelConfig
 
 CountOrAll = AmountOrMinusOne
 """A count, or -1 for all of the data."""
+StepSeparator = Annotated[str, Field(min_length=1)]
+"""Text after each step of an answer."""
 
 _PAIR_TRAIN_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..train_micro_batch_size}}}"
 _PAIR_LOGPROB_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..logprob_batch_size}}}"
@@ -155,7 +157,7 @@ class DPOConfig(SupervisedConfig):
 
 
 class RMConfig(SupervisedConfig):
-    """Reward-model training: steps, validation and the Bradley-Terry loss."""
+    """Reward-model training: steps, validation and the losses of each reward_model_type."""
 
     max_num_steps: CountOrAll = -1
     """Training stops after this number of steps; -1: no limit."""
@@ -169,17 +171,26 @@ class RMConfig(SupervisedConfig):
     """Difference of scores (chosen minus rejected) at which the loss of a pair is ln 2."""
     center_rewards_coefficient: FactorOrZero = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores centred on 0."""
+    attribute_weights: dict[AttributeName, FactorOrZero] = Field(default_factory=dict)
+    """For regression: weights of the squared errors of attributes, relative to each other; 1 for an attribute that is
+    left out. With 0 an attribute is only validated."""
+    min_score: Number | None = None
+    """For regression: the smallest score of a row. A row with a smaller score cannot be used; null: no limit."""
+    max_score: Number | None = None
+    """For regression: the largest score of a row. A row with a larger score cannot be used; null: no limit."""
+    step_separator: StepSeparator = "\n"
+    """For process: text that is put after each step of an answer. The score of a step is read at its last token."""
 
 
 class ScoringModelConfig(RewardModelConfig):
-    """A scalar head instead of an output head for the vocabulary."""
+    """A head for scores instead of an output head for the vocabulary."""
 
     enabled: bool = True
-    """Give the model a scalar head."""
+    """Give the model a head for scores."""
 
 
 class RMPolicyConfig(PairPolicyConfig):
-    """The model that learns to score answers, with batch sizes that count pairs."""
+    """The model that learns to score answers. Batch sizes count pairs with bradley_terry, and otherwise answers."""
 
     reward_model_cfg: ScoringModelConfig = Field(default_factory=ScoringModelConfig)
-    """The scalar head; must stay enabled."""
+    """The head for scores; must stay enabled."""

@@ -68,13 +68,23 @@ class TokenizerConfig(Section):
     """Settings of the image processor to change, such as size; null: those of its folder."""
 
 
+RewardModelType = Literal["bradley_terry", "regression", "process"]
+AttributeName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
+"""Name of a score, which is part of the names of metrics."""
+
+
 class RewardModelConfig(Section):
-    """A scalar head instead of an output head for the vocabulary."""
+    """A head for scores instead of an output head for the vocabulary."""
 
     enabled: bool = False
-    """Give the model a scalar head (reward models)."""
-    reward_model_type: Literal["bradley_terry"] = "bradley_terry"
-    """Meaning of the score: the log-odds of being preferred."""
+    """Give the model a head for scores (reward models)."""
+    reward_model_type: RewardModelType = "bradley_terry"
+    """Meaning of the scores. bradley_terry: one score of an answer, the log-odds of being preferred; regression: a
+    score of an answer for each of attributes, in the unit of the data; process: a score of each step of an answer, the
+    log-odds of being right."""
+    attributes: list[AttributeName] = Field(default_factory=list)
+    """Names of the scores of reward_model_type=regression, in the order of the head's outputs, for example helpfulness
+    and correctness. They are the labels in the config.json of checkpoints."""
 
 
 class OwnDevicesConfig(Section):

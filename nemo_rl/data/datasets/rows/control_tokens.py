@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TEXT_KEYS = ("messages", "pair", "feedback", "choice", "tools")
+_TEXT_KEYS = ("messages", "pair", "feedback", "scored", "labelled_steps", "choice", "tools")
 """Keys of formatted rows with the rendered texts. If a row has none of these keys, all of its texts are searched."""
 _ESCAPED = r"\\u00"
 """Start of the escaped form of a character in JSON inside a text."""

@@ -10,21 +10,40 @@ import logging
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import find_path
-from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data.tokenizer import ensure_distinct_pad_token, load_tokenizer
 from nemo_rl.files.trusted_code import copy_code, may_run
 from nemo_rl.host.waiting_log import StillWaiting
-from nemo_rl.models.dtensor.lora import attach_adapter, merge_adapters, read_adapter_config
+from nemo_rl.models.dtensor.lora import attach_adapter, is_scoring_adapter, merge_adapters, read_adapter_config
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models
-from nemo_rl.models.huggingface.folders import ADAPTER_FOLDER, CONFIG_FILE, MODEL_FOLDER, require_empty, save_tokenizer
-from nemo_rl.models.huggingface.load import auto_class, load_causal_lm, read_config, torch_dtype
-from nemo_rl.models.huggingface.tensor_files import model_folder
+from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models, is_classifier
+from nemo_rl.models.huggingface.folders import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    MODEL_FOLDER,
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    require_empty,
+    save_tokenizer,
+)
+from nemo_rl.models.huggingface.layers import SCORE_HEAD
+from nemo_rl.models.huggingface.load import (
+    auto_class,
+    load_causal_lm,
+    load_model_config,
+    load_scoring_model,
+    names_of_scores,
+    read_config,
+    torch_dtype,
+)
+from nemo_rl.models.huggingface.tensor_files import TensorFiles, model_folder
 from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -139,7 +158,8 @@ def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
     """
 
     def compare() -> ExportCheck:
-        kind = auto_class(read_config(target))
+        config = read_config(target)
+        kind: Any = AutoModelForSequenceClassification if is_classifier(config) else auto_class(config)
         exported = kind.from_pretrained(target, dtype=torch.float32, trust_remote_code=may_run(target)).eval()
         return compare_models(_adapted(source), exported, load_tokenizer(target))
 
@@ -149,6 +169,19 @@ def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
 
 
 def _adapted(source: AdapterSource) -> PreTrainedModel:
-    model = load_causal_lm(source.base)
+    """Load the base model with the unmerged adapter."""
+    scores = is_scoring_adapter(read_adapter_config(source.folder))
+    model = _classifier(source) if scores else load_causal_lm(source.base)
     attach_adapter(model, source.folder)
     return model
+
+
+def _classifier(source: AdapterSource) -> PreTrainedModel:
+    """Load the base model as a sequence classifier with as many scores as the head in the adapter's files."""
+    tokenizer = load_tokenizer(source.tokenizer)
+    ensure_distinct_pad_token(tokenizer)
+    num_scores = TensorFiles([source.folder / WEIGHTS_FILE]).like(f"{PEFT_PREFIX}{SCORE_HEAD}.weight").shape[0]
+    config = load_model_config(source.base)
+    names = names_of_scores(config) if is_classifier(config) else [f"LABEL_{n}" for n in range(num_scores)]
+    overrides = {"pad_token_id": tokenizer.pad_token_id}
+    return load_scoring_model(source.base, config_overrides=overrides, attributes=names if num_scores > 1 else ())

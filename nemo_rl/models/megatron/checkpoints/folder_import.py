@@ -28,7 +28,7 @@ from nemo_rl.files.manifest import write_manifest
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.huggingface.comparison import is_classifier
 from nemo_rl.models.huggingface.folders import TOKENIZER_FILES, require_empty
-from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.huggingface.load import load_model_config, names_of_scores, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder, weight_files
 from nemo_rl.models.megatron.checkpoints import ITERATION
 from nemo_rl.models.megatron.checkpoints.folder import block_rows, by_parameter, hub_tensors_of
@@ -154,7 +154,7 @@ def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.d
 
     chunks = build_chunks(config, section, precision=precision, device=_CPU)
     if is_classifier(config):
-        give_scalar_head(chunks, seed=0)
+        give_scalar_head(chunks, seed=0, num_outputs=len(names_of_scores(config)))
     return model_state(chunks)
 
 

@@ -88,7 +88,7 @@ class ScoringWorker:
             sizes: Number of rows of each microbatch.
 
         Returns:
-            `[b]` float32 on the CPU.
+            `[b]` float32 on the CPU, or `[b, N]` for a head with N > 1 outputs.
         """
         inputs = [build_score_inputs(rows, self._layout, self.backend.device) for rows in split_rows(data, sizes)]
         scores: list[Tensor] = []

@@ -1,0 +1,37 @@
+"""GRPO with rewards of a reward model with several scores, and of one that scores steps, on the CPU."""
+
+import pytest
+from example_runs import StartExample, finished
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+GRPO = ("grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
+TRAINED = ("rm.max_num_steps=20", "rm.val_period=20", "checkpointing.save_period=20")
+KINDS = {
+    "regression": (
+        "env.reward_model.attribute_weights={correctness: 1.0, completeness: 0.5}",
+        "grpo.adv_estimator.name=gdpo",
+    ),
+    "process": (
+        "env.reward_model.reward_model_cfg.reward_model_type=process",
+        "env.reward_model.step_separator=';'",
+        "env.reward_model.step_reward=mean",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_grpo_is_rewarded_by_every_kind_of_scores(kind: str, start_example: StartExample, tmp_path) -> None:
+    finished(start_example, "run_rm.py", f"rm_{kind}_cpu.yaml", TRAINED, tmp_path / "rm")
+    checkpoint = f"env.reward_model.checkpoint_path={tmp_path}/rm/checkpoints/step_20"
+    metrics = finished(
+        start_example, "run_grpo.py", "grpo_rm_cpu.yaml", (*GRPO, *KINDS[kind], checkpoint), tmp_path / "grpo"
+    )
+    reward = metrics["train", 2, "reward"]
+    if kind == "process":
+        assert 0 < reward < 1
+    else:
+        parts = [metrics["train", 2, name] for name in ("correctness", "completeness")]
+        assert reward == pytest.approx(sum(parts), rel=1e-4)
+    assert metrics["train", 2, "num_reward_errors"] == 0
