@@ -1,10 +1,12 @@
-"""Build the stages of a GRPO run that score samples with its teachers."""
+"""Build the stages of a run that score samples with its teachers."""
 
 from collections.abc import Callable, Mapping
 
 from nemo_rl.algorithms.runtime.run import Stage
+from nemo_rl.algorithms.teaching.projection import Projection, common_beginnings, identity, num_ids, shared_tokens
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
 from nemo_rl.algorithms.teaching.self_distillation import PrivilegedPrompts, SelfTeacher
+from nemo_rl.algorithms.teaching.span_scores import Comparison, Reader, SameTokens, SpanTeacher
 from nemo_rl.algorithms.teaching.teachers import (
     TeacherLogprobs,
     TeacherRoutes,
@@ -12,8 +14,14 @@ from nemo_rl.algorithms.teaching.teachers import (
     compare_vocabularies,
     role_of,
 )
-from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, spelling
-from nemo_rl.config import GRPOMasterConfig, TeacherEndpointConfig
+from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, TextReader, spelling
+from nemo_rl.config import (
+    DistillationLossConfig,
+    DistillationMasterConfig,
+    GRPOMasterConfig,
+    TeacherConfig,
+    TeacherEndpointConfig,
+)
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -49,16 +57,87 @@ def teacher_stages(config: GRPOMasterConfig, data: RunData | None, tokenizer: To
         TeacherPrompts(prompts_of_run, other).ids(prompts_of_run[0])
 
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
-        own = [role_of(name) for name in config.teachers]
+        own = {role_of(name): teacher.weight for name, teacher in config.teachers.items()}
         found: list[Stage] = [
-            AlignedTeacher(roles[role], role, routes, TeacherPrompts(prompts_of_run, aligned[role]), tokenizer, longest)
+            AlignedTeacher(
+                roles[role], role, routes, TeacherPrompts(prompts_of_run, aligned[role]), tokenizer, longest, weight
+            )
             if role in aligned
-            else TeacherLogprobs(roles[role], role, routes)
-            for role in own
+            else TeacherLogprobs(roles[role], role, routes, weight)
+            for role, weight in own.items()
         ]
         return [*found, *(TeacherLogprobs(scorer, role, routes) for role, scorer in remote.items())]
 
     return stages
+
+
+def span_teachers(config: DistillationMasterConfig, data: RunData | None, tokenizer: TokenizerType) -> MakeStages:
+    """Return a function that builds the stages of a distillation whose teachers may have other tokenizers.
+
+    Args:
+        data: As in `teacher_stages`.
+        tokenizer: The student's tokenizer.
+
+    Raises:
+        ConfigError: A teacher's tokens cannot be compared with those of the student.
+        DataError: The first prompt cannot be rendered for a teacher.
+    """
+    if data is None:
+        return lambda roles: []
+    prompts_of_run, longest = data.train, config.policy.max_total_sequence_length
+    readers: dict[str, Reader] = {}
+    comparisons: dict[str, Comparison] = {}
+    for role, section in config.sections_of_teachers.items():
+        other = get_tokenizer(section.tokenizer, section=role)
+        same = other.get_vocab() == tokenizer.get_vocab()
+        if not same:
+            TeacherPrompts(prompts_of_run, other).ids(prompts_of_run[0])
+        readers[role] = (
+            SameTokens() if same else TextReader(TeacherPrompts(prompts_of_run, other), tokenizer, longest)
+        )
+        projection = identity(tokenizer) if same else _projection_of(config.loss_fn, section, role, (tokenizer, other))
+        comparisons[role] = _comparison(config, projection)
+    routes = TeacherRoutes({name: role_of(name) for name in config.teachers}, "teacher") if config.teachers else None
+
+    def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
+        return [
+            SpanTeacher(
+                roles["policy"],
+                roles[role],
+                role,
+                routes,
+                readers[role],
+                comparisons[role],
+                section.weight,
+            )
+            for role, section in config.sections_of_teachers.items()
+        ]
+
+    return stages
+
+
+def _projection_of(
+    loss: DistillationLossConfig, section: TeacherConfig, role: str, tokenizers: tuple[TokenizerType, TokenizerType]
+) -> Projection:
+    """Return the classes of the tokens of student and teacher."""
+    student, teacher = tokenizers
+    path = section.projection_matrix_path
+    if path is not None:
+        key = f"{role}.projection_matrix_path"
+        return Projection.load(path, num_ids(student), num_ids(teacher), key)
+    return shared_tokens(student, teacher) if loss.gold_loss else common_beginnings(student, teacher)
+
+
+def _comparison(config: DistillationMasterConfig, projection: Projection) -> Comparison:
+    loss = config.loss_fn
+    top = loss.vocab_topk or config.distillation.topk_logits_k
+    return Comparison(
+        projection=projection,
+        top=top,
+        unmatched=(loss.uncommon_topk or top) if loss.gold_loss else 0,
+        single_tokens_only=loss.exact_token_match_only,
+        temperature=config.policy.sampling.temperature,
+    )
 
 
 def _other_tokenizers(config: GRPOMasterConfig, tokenizer: TokenizerType) -> dict[str, TokenizerType]:

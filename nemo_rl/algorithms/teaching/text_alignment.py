@@ -126,6 +126,8 @@ class AlignedTeacher:
     """Tokenizer of the policy."""
     longest: int
     """Largest number of tokens of a row of the teacher."""
+    weight: float = 1.0
+    """Factor of the advantages (`write_scores`)."""
 
     name = "teacher_logprob_inference"
 
@@ -149,7 +151,8 @@ class AlignedTeacher:
         """
         tensors = batch.tensors
         indices = self.routes.rows_of(self.role, batch.rows)
-        read = {index: self._read(tensors, index, batch.rows[index]) for index in indices}
+        reader = TextReader(self.prompts, self.student, self.longest)
+        read = {index: reader.read(tensors, index, batch.rows[index]) for index in indices}
         known = {index: row for index, row in read.items() if row is not None}
         metrics = {
             f"{self.role}/num_rows": float(len(indices)),
@@ -162,10 +165,26 @@ class AlignedTeacher:
             found_RT = self.teacher.get_logprobs(batch_of([row.token_ids for row in known.values()]))["logprobs"]
             for place, (index, row) in enumerate(known.items()):
                 row.add_differences(scores_RT[indices.index(index)], found_RT[place])
-        return metrics | {f"{self.role}/reverse_kl": write_scores(tensors, scores_RT, indices)}
+        return metrics | {f"{self.role}/reverse_kl": write_scores(tensors, scores_RT, indices, self.weight)}
 
-    def _read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory) -> "TeacherRow | None":
-        """Return a row in the teacher's tokens, or None if the teacher cannot read it."""
+
+@dataclass(frozen=True)
+class TextReader:
+    """Reads samples in the tokens of a teacher with another tokenizer."""
+
+    prompts: TeacherPrompts
+    """Prompts in the teacher's tokens."""
+    student: TokenizerType
+    """Tokenizer of the policy."""
+    longest: int
+    """Largest number of tokens of a row of the teacher."""
+
+    def read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory) -> "TeacherRow | None":
+        """Return a row of a batch in the teacher's tokens, or None if the teacher cannot read it.
+
+        Raises:
+            DataError: The sample has several responses, or its prompt is not that of its row.
+        """
         if sum("generation_logprobs" in message for message in row.message_log) != 1:
             raise DataError(
                 f"row {row.idx}: a sample has several responses, or none. A teacher with another tokenizer compares "

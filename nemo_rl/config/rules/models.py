@@ -395,6 +395,34 @@ def check_distillation_loss(loss: DistillationLossConfig) -> Findings:
         )
 
 
+def check_other_tokenizers(
+    loss: DistillationLossConfig, teachers: Mapping[str, TeacherConfig], policy: PolicyConfig
+) -> Findings:
+    """Check the keys of a distillation whose teachers may have other tokenizers.
+
+    Args:
+        teachers: sections of the teachers by name.
+    """
+    both = "loss_fn.gold_loss or loss_fn.xtoken_loss"
+    if loss.gold_loss and loss.xtoken_loss:
+        yield "loss_fn.gold_loss=true and loss_fn.xtoken_loss=true compare tokens in two ways. Set one of them to false."
+    if loss.crosses_tokenizers and loss.zero_outside_topk:
+        yield (
+            "loss_fn.zero_outside_topk=true has no meaning with loss_fn.gold_loss and loss_fn.xtoken_loss, which compare "
+            "all other tokens as one. Set it to false."
+        )
+    if loss.crosses_tokenizers and policy.is_vlm:
+        yield f"{both} renders prompts of text. Set policy.tokenizer.use_processor=false."
+    if not loss.crosses_tokenizers:
+        if loss.vocab_topk is not None:
+            yield f"loss_fn.vocab_topk={loss.vocab_topk} is for {both}. Set distillation.topk_logits_k instead."
+        if loss.exact_token_match_only:
+            yield f"loss_fn.exact_token_match_only=true is for {both}. Set one of them to true, or it to false."
+    for name, teacher in teachers.items():
+        if teacher.projection_matrix_path is not None and not loss.xtoken_loss:
+            yield f"{name}.projection_matrix_path is for loss_fn.xtoken_loss=true. Set it, or leave the file out."
+
+
 type ModelKeys = Iterable[tuple[str, str, PolicyConfig]]
 """Keys of the names of each model and of its tokenizer, and its section (`RunConfig.model_keys`)."""
 

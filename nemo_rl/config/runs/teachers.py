@@ -23,11 +23,11 @@ def teacher_sections(
         for name, teacher in given.routes(own).items():
             if teacher == name and name not in sections and name not in given.endpoints:
                 sections[name] = _section(given, name, policy)
-    return {name: _at_temperature(section, policy) for name, section in sections.items()}
+    return {name: at_temperature(section, policy) for name, section in sections.items()}
 
 
-def _at_temperature(section: TeacherConfig, policy: PolicyConfig) -> TeacherConfig:
-    """Return a section whose log-probabilities are those at the policy's sampling temperature."""
+def at_temperature(section: TeacherConfig, policy: PolicyConfig) -> TeacherConfig:
+    """Return the section of a teacher whose log-probabilities are those at the policy's sampling temperature."""
     if policy.generation is None:
         return section
     sampler = {"temperature": policy.generation.temperature, "max_new_tokens": policy.generation.max_new_tokens}
