@@ -95,6 +95,7 @@ class CrossTokenizerLossFn:
         """
         dtype = candidate_logprobs.dtype
         columns = {name: data[name][:, :-1] for name in COLUMNS}
+        columns["span_starts"] = columns["span_starts"].where(data["token_mask"][:, 1:] != 0, NO_SPAN)
         is_start_BT = _is_start(columns["span_starts"])
         counted_BT = data["token_mask"][:, 1:].to(dtype) * data["sample_mask"].to(dtype)[:, None]
         log_p_BTO, log_q_BTO, exists_BTO = outcomes(candidate_logprobs, columns)

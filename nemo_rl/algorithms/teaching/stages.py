@@ -51,7 +51,7 @@ def teacher_stages(config: GRPOMasterConfig, data: RunData | None, tokenizer: To
         prompts.check()
         return lambda roles: [SelfTeacher(roles["policy"], prompts, longest)]
     routes = TeacherRoutes.of(given, config.teachers)
-    remote = {role_of(name): _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
+    remote = {name: _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
     aligned = _other_tokenizers(config, tokenizer)
     for other in aligned.values():
         TeacherPrompts(prompts_of_run, other).ids(prompts_of_run[0])
@@ -66,7 +66,13 @@ def teacher_stages(config: GRPOMasterConfig, data: RunData | None, tokenizer: To
             else TeacherLogprobs(roles[role], role, routes, weight)
             for role, weight in own.items()
         ]
-        return [*found, *(TeacherLogprobs(scorer, role, routes) for role, scorer in remote.items())]
+        return [
+            *found,
+            *(
+                TeacherLogprobs(scorer, role_of(name), routes, given.teacher_weights.get(name, 1.0))
+                for name, scorer in remote.items()
+            ),
+        ]
 
     return stages
 

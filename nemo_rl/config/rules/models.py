@@ -304,6 +304,8 @@ def check_teachers(
         yield from _check_self_distillation(given.self_distillation, {**teachers, **given.endpoints}, policy)
     for name, teacher in teachers.items():
         yield from check_teacher(f"teachers.{name}", teacher)
+        if teacher.projection_matrix_path is not None:
+            yield f"teachers.{name}.projection_matrix_path is for distillation. Leave it out: GRPO compares texts."
     if given.asks_endpoints and policy.generation is not None and policy.generation.temperature != 1:
         yield (
             f"{place}.endpoints: an endpoint scores at temperature 1, but policy.generation.temperature="
@@ -326,6 +328,12 @@ def _check_names_of_teachers(given: OnPolicyDistillationConfig, teachers: Mappin
             yield f"{place}.enabled=false, but {place}.{key} is set. Set {place}.enabled=true, or leave it out."
     for name in given.endpoints.keys() & teachers.keys():
         yield f"{place}.endpoints.{name} and teachers.{name} have one name. Rename one of them."
+    for name, weight in given.teacher_weights.items():
+        own = known.get(name)
+        if own == name and (name not in teachers or teachers[name].weight == weight):
+            continue
+        where = f"Set teachers.{own}.weight." if own in teachers else f"There are: {', '.join(known)}."
+        yield f"{place}.teacher_weights.{name}={weight:g} is for no teacher of this name without a section. {where}"
     alias, overrides = given.default_teacher_alias, given.non_colocated_teachers.teacher_overrides
     for key, names in (
         ("default_teacher_alias", [alias] if alias is not None else []),

@@ -38,6 +38,7 @@ def _section(given: OnPolicyDistillationConfig, name: str, policy: PolicyConfig)
     model = given.teacher_model_by_agent_name[name]
     values = policy.model_dump(exclude=set(_OF_TRAINING))
     values |= {"model_name": model, "trust_remote_code": False}
+    values["weight"] = given.teacher_weights.get(name, 1.0)
     values["tokenizer"] = {**values["tokenizer"], "name": model}
     values["dtensor_cfg"]["lora_cfg"]["enabled"] = False
     values["megatron_cfg"]["peft"]["enabled"] = False
