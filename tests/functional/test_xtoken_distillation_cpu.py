@@ -1,0 +1,60 @@
+"""Distillation from a teacher with another tokenizer, end to end on the CPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from example_runs import REPOSITORY, ExampleRuns, Metrics, StartExample, finished, killed_and_resumed
+from make_tiny_pair_model import make_pair_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
+
+SCRIPT, CONFIG = "run_distillation.py", "distillation_math_cpu.yaml"
+STEPS = 40
+KINDS = ("gold_loss", "xtoken_loss")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model with two-digit tokens that the library's SFT has trained on sums."""
+    folder = tmp_path_factory.mktemp("teacher")
+    make_pair_model(folder / "untrained")
+    runs = ExampleRuns(folder)
+    overrides = (f"policy.model_name={folder}/untrained", "sft.val_at_end=false")
+    finished(runs.start, "run_sft.py", "sft_pairs_cpu.yaml", overrides, folder)
+    yield folder / "checkpoints/step_700/policy/weights/model"
+    runs.close()
+
+
+def keys_of(teacher: Path, kind: str, steps: int) -> tuple[str, ...]:
+    return (
+        f"teacher.model_name={teacher}",
+        f"loss_fn.{kind}=true",
+        f"distillation.max_num_steps={steps}",
+        f"distillation.val_period={steps}",
+        f"checkpointing.save_period={steps // 2}",
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_student_learns_from_a_teacher_with_other_tokens(kind, teacher, start_example, tmp_path) -> None:
+    metrics = finished(start_example, SCRIPT, CONFIG, keys_of(teacher, kind, STEPS), tmp_path)
+    assert metrics["validation", STEPS, "accuracy"] > metrics["validation", 0, "accuracy"] + 0.3
+    assert metrics["train", STEPS, "forward_kl"] < 0.5 * metrics["train", 1, "forward_kl"]
+    assert metrics["train", STEPS, "teacher/num_unread"] == 0
+
+
+@pytest.mark.long
+def test_a_killed_run_resumes_bit_for_bit(teacher, start_example: StartExample, tmp_path) -> None:
+    killed_and_resumed(start_example, SCRIPT, CONFIG, keys_of(teacher, "gold_loss", 12), tmp_path, steps=12)
+
+
+def test_the_student_as_its_own_teacher_has_no_loss(start_example: StartExample, tmp_path) -> None:
+    own = ("distillation.topk_logits_k=264", "loss_fn.vocab_topk=264")
+    keys = keys_of(REPOSITORY / "examples/assets/tiny-chat", "gold_loss", 2)
+    metrics: Metrics = finished(start_example, SCRIPT, CONFIG, (*keys, *own), tmp_path)
+    assert abs(metrics["train", 1, "loss"]) < 1e-6
+    assert metrics["train", 1, "unmatched_distance"] == 0
+    assert metrics["train", 1, "spans_per_token"] == 1
+    assert metrics["train", 1, "grad_norm"] < 1e-4
