@@ -90,7 +90,7 @@ def test_topk_logits_equal_those_of_the_model(arch, layout, tmp_path) -> None:
 def test_log_probabilities_at_a_temperature_are_those_of_the_model(layout, tmp_path) -> None:
     data = random_batch(rows=5, width=24)
     with torch.no_grad():
-        full = hf_logits(tiny_model(tie=True).eval(), data)
+        full = hf_logits(tiny_model("qwen2", tie=True).eval(), data)
     config = policy_config(save_tiny_model(tmp_path / "m", tie=True), **LAYOUTS[layout])
     with process_group():
         worker = PolicyWorker(DTensorBackend(config, CPU, init_optimizer=False), config)
