@@ -58,8 +58,9 @@ class CrossTokenizerLossFn:
     rows_per_unit = 1
     needs_reference = False
 
-    def __init__(self, cfg: DistillationLossConfig | Mapping[str, Any]) -> None:
+    def __init__(self, cfg: DistillationLossConfig | Mapping[str, Any], ce_loss_scale: float = 0.0) -> None:
         self.cfg = DistillationLossConfig.of(cfg)
+        self.ce_loss_scale = ce_loss_scale
 
     def __call__(
         self,
@@ -68,7 +69,10 @@ class CrossTokenizerLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """Compute `sum(mask * (kl_loss_weight * divergence + uncommon_loss_weight * distance)) / global_valid_toks`.
+        """Compute the mean of `kl_loss_weight * divergence + uncommon_loss_weight * distance - ce_loss_scale * log p`.
+
+        The mean is over all tokens that count. Divergence and distance are 0 where no span begins, and have the weight
+        of the row's teacher.
 
         Args:
             candidate_logprobs: `[B, T, K]`, the student's log-probabilities of the candidates, normalised over the
@@ -89,7 +93,7 @@ class CrossTokenizerLossFn:
             global_valid_toks: Number of tokens that count in the global batch.
 
         Returns:
-            Scalar loss, and the metrics `loss`, `forward_kl`, `reverse_kl`, `unmatched_distance`, `matched_mass` (the
+            Scalar loss, and the metrics `loss`, `nll` (of the next tokens of the rows), `forward_kl`, `reverse_kl`, `unmatched_distance`, `matched_mass` (the
             student's probability in slots and of the span's text), `spans_per_token`, `num_unmasked_tokens` and
             `num_valid_samples`.
         """
@@ -106,10 +110,12 @@ class CrossTokenizerLossFn:
         def mean(values_BT: Tensor) -> Tensor:
             return masked_mean(values_BT, counted_BT * is_start_BT, global_normalization_factor=global_valid_toks)
 
-        loss = mean(per_start_BT * weights_of_teachers(data, dtype)[:, None])
+        nll = masked_mean(-candidate_logprobs[..., 0], counted_BT, global_normalization_factor=global_valid_toks)
+        loss = mean(per_start_BT * weights_of_teachers(data, dtype)[:, None]) + self.ce_loss_scale * nll
         matched_BT = torch.where(exists_BTO, log_p_BTO.detach().exp(), 0.0)[..., :-1].sum(-1)
         return loss, {
             "loss": loss.detach(),
+            "nll": nll.detach(),
             "forward_kl": mean(forward_BT.detach()),
             "reverse_kl": mean(reverse_BT.detach()),
             "unmatched_distance": mean(distance_BT.detach()),

@@ -41,19 +41,20 @@ _LAST = 2**62
 class Reader(Protocol):
     """Reads samples in the tokens of a teacher (`text_alignment.TextReader`)."""
 
-    def read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory) -> TeacherRow | None:
+    def read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory | None, /) -> TeacherRow | None:
         """Return a row of a batch in the teacher's tokens, or None if the teacher cannot read it."""
 
 
 @dataclass(frozen=True)
 class SameTokens:
-    """Reads samples for a teacher with the policy's tokenizer: its tokens are those of the policy."""
+    """Reads rows for a teacher with the policy's tokenizer: its tokens are those of the policy."""
 
-    def read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory) -> TeacherRow:
-        """Return the row with a span for each token that the policy wrote."""
+    def read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory | None) -> TeacherRow:
+        """Return the row with a span for each token that counts."""
         written = (tensors["token_mask"][index] != 0).nonzero()[:, 0].tolist()
         each = [slice(place, place + 1) for place in written if place > 0]
-        return TeacherRow(tensors["input_ids"][index, : row.length], list(zip(each, each, strict=True)))
+        length = int(tensors["input_lengths"][index])
+        return TeacherRow(tensors["input_ids"][index, :length], list(zip(each, each, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,9 @@ class SpanTeacher:
         Returns:
             Metrics: the numbers of rows, of rows that the teacher could not read, and of tokens in a span.
         """
-        tensors = batch.tensors
-        routes = self.routes
-        indices = list(range(len(batch.rows))) if routes is None else routes.rows_of(self.role, batch.rows)
-        read = {index: self.reader.read(tensors, index, batch.rows[index]) for index in indices}
+        tensors, rows, routes = batch.tensors, batch.rows, self.routes
+        indices = list(range(tensors.size)) if routes is None else routes.rows_of(self.role, rows)
+        read = {index: self.reader.read(tensors, index, rows[index] if rows else None) for index in indices}
         known = {index: row for index, row in read.items() if row is not None}
         spans = Spans.of(known, single_tokens_only=self.comparison.single_tokens_only)
         write_weight(tensors, self.weight, indices)
@@ -356,15 +356,15 @@ def write_spans(tensors: BatchedDataDict[Any], spans: Spans, columns: Mapping[st
     if not tensors["candidate_ids"].shape[2]:
         for name in ("candidate_ids", "candidate_slots", "candidate_log_weights"):
             tensors[name] = torch.nn.functional.pad(tensors[name], (0, 1), value=COLUMNS[name])
-    _write_starts(tensors["span_starts"], tensors, spans)
+    tensors["candidate_ids"][:, :-1, 0] = tensors["input_ids"][:, 1:]
+    _write_starts(tensors["span_starts"], spans)
 
 
-def _write_starts(span_starts_BT: Tensor, tensors: BatchedDataDict[Any], spans: Spans) -> None:
-    """Write the position at which the span of each token begins, and the tokens themselves as first candidates."""
+def _write_starts(span_starts_BT: Tensor, spans: Spans) -> None:
+    """Write the position at which the span of each token begins."""
     offsets = torch.arange(int(spans.lengths.sum())) - (spans.lengths.cumsum(0) - spans.lengths).repeat_interleave(
         spans.lengths
     )
     rows = spans.rows.repeat_interleave(spans.lengths)
     starts = spans.starts.repeat_interleave(spans.lengths)
     span_starts_BT[rows, starts + offsets] = starts
-    tensors["candidate_ids"][rows, starts + offsets, 0] = tensors["input_ids"][rows, starts + offsets + 1]

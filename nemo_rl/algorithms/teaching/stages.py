@@ -14,11 +14,12 @@ from nemo_rl.algorithms.teaching.teachers import (
     compare_vocabularies,
     role_of,
 )
-from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, TextReader, spelling
+from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, TextReader, WrittenReader, spelling
 from nemo_rl.config import (
     DistillationLossConfig,
     DistillationMasterConfig,
     GRPOMasterConfig,
+    SFTMasterConfig,
     TeacherConfig,
     TeacherEndpointConfig,
 )
@@ -26,6 +27,9 @@ from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.models.policy.interfaces import ScoringModel
+
+_TOP = 64
+"""Number of compared tokens of written rows if none is configured."""
 
 type MakeStages = Callable[[Mapping[str, ScoringModel]], list[Stage]]
 """Function that builds stages from the models of a run."""
@@ -120,6 +124,34 @@ def span_teachers(config: DistillationMasterConfig, data: RunData | None, tokeni
         ]
 
     return stages
+
+
+def teacher_of_texts(config: SFTMasterConfig, teacher: TeacherConfig, tokenizer: TokenizerType) -> MakeStages:
+    """Return a function that builds the stage of a teacher of written rows.
+
+    Args:
+        tokenizer: The student's tokenizer.
+
+    Raises:
+        ConfigError: The teacher's tokens cannot be compared with those of the student.
+    """
+    loss = config.teacher_loss_fn
+    other = get_tokenizer(teacher.tokenizer, section="teacher")
+    same = other.get_vocab() == tokenizer.get_vocab()
+    if not same and not loss.crosses_tokenizers:
+        compare_vocabularies(tokenizer, other, config.policy.model_name, teacher.model_name)
+    reader: Reader = SameTokens() if same else WrittenReader(tokenizer, other, teacher.max_total_sequence_length)
+    top = loss.vocab_topk or _TOP
+    comparison = Comparison(
+        projection=identity(tokenizer) if same else _projection_of(loss, teacher, "teacher", (tokenizer, other)),
+        top=top,
+        unmatched=(loss.uncommon_topk or top) if loss.gold_loss else 0,
+        single_tokens_only=loss.exact_token_match_only,
+        temperature=1.0,
+    )
+    return lambda roles: [
+        SpanTeacher(roles["policy"], roles["teacher"], "teacher", None, reader, comparison, teacher.weight)
+    ]
 
 
 def _projection_of(

@@ -386,49 +386,50 @@ def _check_scores_of_teachers(grpo: GRPOConfig, policy: PolicyConfig) -> Finding
         )
 
 
-def check_distillation_loss(loss: DistillationLossConfig) -> Findings:
+def check_distillation_loss(loss: DistillationLossConfig, place: str = "loss_fn") -> Findings:
     """Check that the weight of the mixed loss keeps both of its parts."""
     if loss.mixed_kl_weight not in (0.0, 1.0):
         return
     alone = "forward" if loss.mixed_kl_weight == 1 else "reverse"
     if loss.kl_type == "mixed":
         yield (
-            f"loss_fn.mixed_kl_weight={loss.mixed_kl_weight:g} leaves only the {alone} part of loss_fn.kl_type=mixed. "
-            f"Set loss_fn.kl_type={alone}, or a weight between 0 and 1."
+            f"{place}.mixed_kl_weight={loss.mixed_kl_weight:g} leaves only the {alone} part of {place}.kl_type=mixed. "
+            f"Set {place}.kl_type={alone}, or a weight between 0 and 1."
         )
     if loss.kl_type == "jensen_shannon":
         yield (
-            f"loss_fn.mixed_kl_weight={loss.mixed_kl_weight:g} makes the divergence of loss_fn.kl_type=jensen_shannon "
+            f"{place}.mixed_kl_weight={loss.mixed_kl_weight:g} makes the divergence of {place}.kl_type=jensen_shannon "
             "always 0. Set a weight between 0 and 1."
         )
 
 
 def check_other_tokenizers(
-    loss: DistillationLossConfig, teachers: Mapping[str, TeacherConfig], policy: PolicyConfig
+    loss: DistillationLossConfig, teachers: Mapping[str, TeacherConfig], policy: PolicyConfig, place: str = "loss_fn"
 ) -> Findings:
     """Check the keys of a distillation whose teachers may have other tokenizers.
 
     Args:
         teachers: sections of the teachers by name.
+        place: name of the section of the loss.
     """
-    both = "loss_fn.gold_loss or loss_fn.xtoken_loss"
+    both = f"{place}.gold_loss or {place}.xtoken_loss"
     if loss.gold_loss and loss.xtoken_loss:
-        yield "loss_fn.gold_loss=true and loss_fn.xtoken_loss=true compare tokens in two ways. Set one of them to false."
+        yield f"{place}.gold_loss=true and {place}.xtoken_loss=true compare tokens in two ways. Set one to false."
     if loss.crosses_tokenizers and loss.zero_outside_topk:
         yield (
-            "loss_fn.zero_outside_topk=true has no meaning with loss_fn.gold_loss and loss_fn.xtoken_loss, which compare "
-            "all other tokens as one. Set it to false."
+            f"{place}.zero_outside_topk=true has no meaning with {place}.gold_loss and {place}.xtoken_loss, which "
+            "compare all other tokens as one. Set it to false."
         )
     if loss.crosses_tokenizers and policy.is_vlm:
         yield f"{both} renders prompts of text. Set policy.tokenizer.use_processor=false."
     if not loss.crosses_tokenizers:
-        if loss.vocab_topk is not None:
-            yield f"loss_fn.vocab_topk={loss.vocab_topk} is for {both}. Set distillation.topk_logits_k instead."
+        if loss.vocab_topk is not None and place == "loss_fn":
+            yield f"{place}.vocab_topk={loss.vocab_topk} is for {both}. Set distillation.topk_logits_k instead."
         if loss.exact_token_match_only:
-            yield f"loss_fn.exact_token_match_only=true is for {both}. Set one of them to true, or it to false."
+            yield f"{place}.exact_token_match_only=true is for {both}. Set one of them to true, or it to false."
     for name, teacher in teachers.items():
         if teacher.projection_matrix_path is not None and not loss.xtoken_loss:
-            yield f"{name}.projection_matrix_path is for loss_fn.xtoken_loss=true. Set it, or leave the file out."
+            yield f"{name}.projection_matrix_path is for {place}.xtoken_loss=true. Set it, or leave the file out."
 
 
 type ModelKeys = Iterable[tuple[str, str, PolicyConfig]]

@@ -1,6 +1,6 @@
 """Define the master configurations of SFT, DPO and reward-model training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import ClassVar, override
 
@@ -13,6 +13,7 @@ from nemo_rl.config.base.names import (
     SFT_VALIDATION_METRICS,
 )
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.models import check_distillation_loss, check_other_tokenizers, check_teacher
 from nemo_rl.config.rules.overlap import check_rollout_runners
 from nemo_rl.config.rules.supervised import (
     check_best_metric,
@@ -24,6 +25,7 @@ from nemo_rl.config.rules.supervised import (
     check_supervised,
 )
 from nemo_rl.config.runs.rollouts import MasterConfig
+from nemo_rl.config.schema.algorithms.distillation import TeacherConfig, TeacherLossConfig
 from nemo_rl.config.schema.algorithms.supervised import (
     DPOConfig,
     PairPolicyConfig,
@@ -112,6 +114,10 @@ class SFTMasterConfig(SupervisedMasterConfig):
     """The algorithm."""
     loss_fn: SFTLossConfig = Field(default_factory=SFTLossConfig)
     """The loss."""
+    teacher: TeacherConfig | None = None
+    """A teacher that predicts the tokens of the rows, in addition to the rows themselves. null: none."""
+    teacher_loss_fn: TeacherLossConfig = Field(default_factory=TeacherLossConfig)
+    """The loss of a run with a teacher, in place of loss_fn."""
     checkpointing: SFTCheckpointingConfig = Field(default_factory=SFTCheckpointingConfig)
     """Saving and resuming."""
 
@@ -121,7 +127,21 @@ class SFTMasterConfig(SupervisedMasterConfig):
             super().findings(),
             check_language_model(self.policy),
             check_datasets(self.data, RESPONSE_DATASET_NAMES),
+            () if self.teacher is None else self._of_teacher(self.teacher),
         )
+
+    def _of_teacher(self, teacher: TeacherConfig) -> Findings:
+        yield from check_teacher("teacher", teacher)
+        yield from check_distillation_loss(self.teacher_loss_fn, "teacher_loss_fn")
+        yield from check_other_tokenizers(self.teacher_loss_fn, {"teacher": teacher}, self.policy, "teacher_loss_fn")
+
+    @override
+    def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
+        yield from super().unused()
+        if self.teacher is None:
+            yield "teacher_loss_fn", ["teacher"], "there is no teacher"
+        else:
+            yield "loss_fn", ["teacher"], "the loss is teacher_loss_fn"
 
 
 class DPOMasterConfig(SupervisedMasterConfig):

@@ -96,6 +96,21 @@ class DistillationLossConfig(NamedPartConfig):
         return self.gold_loss or self.xtoken_loss
 
 
+class TeacherLossConfig(DistillationLossConfig):
+    """The divergence between teacher and student at each token of written texts."""
+
+    later: ClassVar[dict[str, str]] = {
+        key: feature for key, feature in DistillationLossConfig.later.items() if key != "ce_loss_scale"
+    }
+    idle: ClassVar[dict[str, str]] = {"zero_outside_topk": "all other tokens are compared as one"}
+
+    vocab_topk: Count | None = 64
+    """Number of most likely tokens of each model that are compared at the beginning of a text that both models know.
+    null: 64."""
+    ce_loss_scale: FactorOrZero = 0.1
+    """Factor of the negative log-likelihood of the texts, which is added."""
+
+
 class TeacherConfig(SecondModelConfig):
     """The model that scores the student's answers. Unset shared keys follow `policy`."""
 
