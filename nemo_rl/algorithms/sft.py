@@ -35,10 +35,11 @@ def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     names = tuple(SFT_VALIDATION_METRICS.items())
     configured: LossFunction = NLLLossFn()
     loss_fn: LossFunction = user_parts.loss(configured, config.loss_fn)
-    stages = no_stages
+    stages, names = no_stages, names if loss_fn is configured else names[:1]
     if config.teacher is not None:
         stages = teacher_of_texts(config, config.teacher, tokenizer)
         loss_fn = CrossTokenizerLossFn(config.teacher_loss_fn, config.teacher_loss_fn.ce_loss_scale)
+        names = (*SFT_VALIDATION_METRICS.items(), *((name, name) for name in ("nll", "forward_kl", "reverse_kl")))
     return Recipe(
         tokenizer=tokenizer,
         data=user_parts.data(config, lambda: setup_sft_data(tokenizer, config.data)),
@@ -46,7 +47,7 @@ def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
         loss_fn=loss_fn,
         roles=config.models,
         stages=stages,
-        validated_names=names if loss_fn is configured else names[:1],
+        validated_names=names,
     )
 
 
