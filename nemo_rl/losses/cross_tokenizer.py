@@ -93,9 +93,9 @@ class CrossTokenizerLossFn:
             global_valid_toks: Number of tokens that count in the global batch.
 
         Returns:
-            Scalar loss, and the metrics `loss`, `nll` (of the next tokens of the rows), `forward_kl`, `reverse_kl`, `unmatched_distance`, `matched_mass` (the
-            student's probability in slots and of the span's text), `spans_per_token`, `num_unmasked_tokens` and
-            `num_valid_samples`.
+            Scalar loss, and the metrics `loss`, `nll` (of the next tokens of the rows), `forward_kl`, `reverse_kl`,
+            `unmatched_distance`, `matched_mass` (the student's probability in slots and of the span's text),
+            `spans_per_token`, `num_unmasked_tokens` and `num_valid_samples`.
         """
         dtype = candidate_logprobs.dtype
         columns = {name: data[name][:, :-1] for name in COLUMNS}

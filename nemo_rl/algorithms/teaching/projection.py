@@ -84,7 +84,9 @@ class Projection:
         try:
             tensors = load_file(path)
         except (OSError, safetensors.SafetensorError) as error:
-            raise ConfigError(f"{key}={path!r} cannot be read: {error}. Make it with tools/make_projection.py.") from None
+            raise ConfigError(
+                f"{key}={path!r} cannot be read: {error}. Make it with tools/make_projection.py."
+            ) from None
         if set(tensors) != set(_TENSORS):
             raise ConfigError(
                 f"{key}={path!r} has the tensors {', '.join(sorted(tensors))}; a projection has {', '.join(_TENSORS)}. "

@@ -3,7 +3,7 @@
     row of the step ─► tokens of the teacher, spans ─► teacher: most likely tokens ─► slots ┐
                                                        policy:  most likely tokens ─► candidates ┴► COLUMNS
 
-A slot is a class (`projection`) of at least one of the teacher's most likely tokens. Its candidates are the tokens of the
+A slot is a class (`projection`) of at least one of the teacher's most likely tokens. Its candidates are tokens of the
 policy in this class: the one that represents the class, and those among the policy's most likely tokens. With as many
 tokens as the vocabularies have, nothing is left out. Invariants: each slot has a candidate, and no token is twice in a
 slot. Candidates that are in no class are compared by size, as are such tokens of the teacher.

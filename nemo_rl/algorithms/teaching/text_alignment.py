@@ -267,8 +267,8 @@ def _moved(part: slice, by: int) -> slice:
 class WrittenReader:
     """Reads written rows of text in the tokens of a teacher with another tokenizer.
 
-    The end of the sequence is that of the teacher, and a special token of both is itself. The teacher reads the names of
-    all other special tokens, such as those of a chat template.
+    The end of the sequence is that of the teacher, and a special token of both is itself. The teacher reads the names
+    of all other special tokens, such as those of a chat template.
     """
 
     student: TokenizerType
