@@ -172,7 +172,7 @@ def outcomes(candidate_logprobs_BTK: Tensor, columns: Mapping[str, Tensor]) -> t
     log_p_BTO = torch.cat([log_p_BTC, span_BT[..., None]], -1)
     log_q_BTO = torch.cat([log_q_BTC, columns["span_logprobs"].to(log_q_BTC.dtype)[..., None]], -1)
     log_p_BTO, log_q_BTO = (_with_rest(each, exists_BTO) for each in (log_p_BTO, log_q_BTO))
-    return log_p_BTO, log_q_BTO, torch.nn.functional.pad(exists_BTO, (0, 1), value=True)
+    return log_p_BTO, log_q_BTO, torch.cat([exists_BTO, torch.ones_like(exists_BTO[..., :1])], -1)
 
 
 def _slot_logprobs(logprobs_BTK: Tensor, columns: Mapping[str, Tensor], exists_BTC: Tensor) -> Tensor:

@@ -250,8 +250,8 @@ def _slots(classes_Nt: Tensor, logprobs_Nt: Tensor) -> tuple[Tensor, Tensor]:
     """Return the class of each slot `[N, C]`, in rising order, and the teacher's log-probability of it."""
     classes_Nt, order = classes_Nt.where(classes_Nt != NO_CLASS, _LAST).sort(-1, stable=True)
     logprobs_Nt = logprobs_Nt.double().gather(-1, order)
-    is_new = torch.nn.functional.pad(classes_Nt[:, 1:] != classes_Nt[:, :-1], (1, 0), value=True)
-    slot_Nt = is_new.cumsum(-1) - 1
+    is_new = classes_Nt[:, 1:] != classes_Nt[:, :-1]
+    slot_Nt = torch.cat([torch.zeros_like(classes_Nt[:, :1]), is_new.cumsum(-1)], -1)
     slots_NC = torch.full_like(classes_Nt, _LAST).scatter(-1, slot_Nt, classes_Nt)
     sums_NC = torch.zeros_like(logprobs_Nt).scatter_add(-1, slot_Nt, logprobs_Nt.exp())
     return slots_NC, torch.where(slots_NC < _LAST, sums_NC.log(), -math.inf)
@@ -285,8 +285,8 @@ def _members(ids_Ns: Tensor, slots_NC: Tensor, projection: Projection) -> tuple[
     numbers = _slot_of(classes, slots_NC)
     represents = projection.representatives[0][classes.clamp(min=0)] == ids
     numbers = numbers.where(~represents, NOWHERE)
-    alone = (projection.indices[ids_Ns] == NO_CLASS).all(-1) & exists
-    alone = torch.nn.functional.pad(alone[..., None], (0, width - 1)).flatten(1)
+    is_alone = (projection.indices[ids_Ns] == NO_CLASS).all(-1) & exists
+    alone = (is_alone[..., None] & (torch.arange(width) == 0)).flatten(1)  # each token once
     used = numbers >= 0
     return ids, numbers.where(~alone, IN_NO_CLASS), logs.where(used, 0.0)
 

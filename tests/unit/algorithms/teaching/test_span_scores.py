@@ -152,10 +152,9 @@ def by_hand(kind: str, batch: StepBatch, data: list[dict[str, Any]]) -> tuple[fl
                     if name is not None:
                         found[name] -= found["text"]
             assert p.keys() == q.keys()
-            left = [max(1 - sum(each.values()), 0) for each in (p, q)]
+            left = [1 - sum(each.values()) for each in (p, q)]
             total += sum(q[name] * math.log(q[name] / p[name]) for name in q)
-            if kind == "gold":
-                total += left[1] * math.log(left[1] / left[0])
+            total += left[1] * math.log(left[1] / left[0])
             length = max(map(len, alone))
             pairs = zip(*(sorted(each + [0.0] * (length - len(each)), reverse=True) for each in alone), strict=True)
             distance += sum(abs(one - two) for one, two in pairs)
@@ -184,7 +183,7 @@ def test_the_loss_follows_from_the_texts_of_tokens(kind, make) -> None:
     want, distance = by_hand(kind, batch, data)
     count = float(batch.tensors["token_mask"].sum())
     loss, found, _ = loss_of(batch, MODELS[0], uncommon_loss_weight=0.3, gold_loss=True)
-    # # Columns of the batch are in float32. The rest of xtoken is empty, and has at least the smallest number.
+    # # Columns of the batch are in float32.
     assert loss == pytest.approx((want + 0.3 * distance) / count, rel=1e-4)
     assert found["unmatched_distance"].item() == pytest.approx(distance / count, rel=1e-5, abs=1e-9)
     assert found["spans_per_token"].item() < 1
