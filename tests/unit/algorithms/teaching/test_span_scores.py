@@ -14,7 +14,8 @@ from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.teaching.projection import Projection, common_beginnings, identity, shared_tokens
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
 from nemo_rl.algorithms.teaching.span_scores import Comparison, SameTokens, SpanTeacher
-from nemo_rl.algorithms.teaching.text_alignment import TextReader, spelling
+from nemo_rl.algorithms.teaching.teachers import TeacherRoutes
+from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, TextReader, WrittenReader, spelling
 from nemo_rl.config import DistillationLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK, topk_of
@@ -261,3 +262,81 @@ def test_rows_that_the_teacher_cannot_read_have_no_loss() -> None:
     assert set(COLUMNS) <= set(batch.tensors)
     loss, _, _ = loss_of(batch, MODELS[0])
     assert loss == 0
+
+
+def test_sampled_texts_have_the_probability_that_a_real_teacher_gives_them() -> None:
+    """Without distributions: the scores of an answer's tokens add up to the teacher's log-probability of its text."""
+    student, teacher = MODELS
+    batch, data = batch_of(CHARS)
+    batch.tensors["prev_logprobs"] = student.get_logprobs(batch.tensors)["logprobs"]
+    stage = AlignedTeacher(
+        teacher,  # type: ignore[arg-type]
+        "teachers.math",
+        TeacherRoutes({"math": "teachers.math"}),
+        TeacherPrompts(data, PAIRS),  # type: ignore[arg-type]
+        CHARS,
+        100,
+    )
+    metrics = stage.apply(batch)
+    for row, datum in zip(batch.rows, data, strict=True):
+        prompt = PAIRS.apply_chat_template(datum["chat"]["messages"], tokenize=False, add_generation_prompt=True)
+        before = PAIRS.encode(prompt)
+        ids = torch.tensor([*before, *PAIRS.encode(ANSWERS[row.idx], add_special_tokens=False), PAIRS.eos_token_id])
+        want = teacher.get_logprobs({"input_ids": ids[None]})["logprobs"][0, len(before) :].sum()
+        got = batch.tensors["teacher_logprobs"][row.idx, row.prompt_length : row.length].double().sum()
+        assert got.item() == pytest.approx(want.item(), rel=1e-6)
+    mask = batch.tensors["token_mask"]
+    difference = ((batch.tensors["prev_logprobs"] - batch.tensors["teacher_logprobs"]) * mask).sum() / mask.sum()
+    assert metrics["teachers.math/reverse_kl"] == pytest.approx(difference.item(), rel=1e-6)
+
+
+def test_the_weight_of_a_teacher_scales_the_difference_from_the_policy() -> None:
+    student, teacher = MODELS
+    found = []
+    for weight in (1.0, 0.25):
+        batch, data = batch_of(CHARS)
+        batch.tensors["prev_logprobs"] = own = student.get_logprobs(batch.tensors)["logprobs"]
+        routes, prompts = TeacherRoutes({"math": "teachers.math"}), TeacherPrompts(data, PAIRS)  # type: ignore[arg-type]
+        AlignedTeacher(teacher, "teachers.math", routes, prompts, CHARS, 100, weight).apply(batch)  # type: ignore[arg-type]
+        found.append(batch.tensors["teacher_logprobs"] - own)
+    torch.testing.assert_close(found[1], 0.25 * found[0])
+
+
+WRITTEN = ("5=13, 102", "1+98=99 is é")
+
+
+def test_written_texts_are_read_with_their_ends() -> None:
+    rows = [[*CHARS.encode(text, add_special_tokens=False), CHARS.eos_token_id] for text in WRITTEN]
+    tensors = BatchedDataDict(
+        input_ids=torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True),
+        input_lengths=torch.tensor([len(row) for row in rows]),
+        token_mask=torch.tensor([[1.0] * len(row) + [0.0] * (len(rows[1]) - len(row)) for row in rows]),
+        sample_mask=torch.ones(2),
+    )
+    reader = WrittenReader(CHARS, PAIRS, 100)
+    for index, text in enumerate(WRITTEN):
+        row = reader.read(tensors, index, None)
+        assert row is not None
+        assert row.token_ids.tolist() == [*PAIRS.encode(text, add_special_tokens=False), PAIRS.eos_token_id]
+        for own, other in row.spans:
+            spelled = [b"".join(text_of(CHARS, token) for token in rows[index][own])]
+            spelled.append(b"".join(text_of(PAIRS, token) for token in row.token_ids[other].tolist()))
+            assert spelled[0] == spelled[1]
+        assert row.spans[-1] == (slice(len(rows[index]) - 1, len(rows[index])), slice(len(row.token_ids) - 1, len(row.token_ids)))
+    tensors["token_mask"][0, :3] = 0  # "5=1"
+    row = reader.read(tensors, 0, None)
+    assert row is not None and [own.start for own, _ in row.spans] == [4, 5, 6, 8, 9]
+    assert WrittenReader(CHARS, PAIRS, 5).read(tensors, 0, None) is None
+    batch = StepBatch(tensors)
+    how = Comparison(common_beginnings(CHARS, PAIRS), 400, 0, False, TEMPERATURE)
+    SpanTeacher(*MODELS, "teacher", None, reader, how).apply(batch)  # type: ignore[arg-type]
+    loss = CrossTokenizerLossFn(DistillationLossConfig.build(kl_loss_weight=0.0), ce_loss_scale=0.5)
+    logits = MODELS[0].hf(input_ids=tensors["input_ids"], use_cache=False).logits / TEMPERATURE
+    scores = torch.log_softmax(logits[:, :-1], -1)
+    count = tensors["token_mask"][:, 1:].sum()
+    got, metrics = loss(
+        scores.gather(-1, tensors["candidate_ids"][:, :-1]), data=tensors, global_valid_seqs=2.0, global_valid_toks=count
+    )
+    nll = -(scores.gather(-1, tensors["input_ids"][:, 1:, None])[..., 0] * tensors["token_mask"][:, 1:]).sum() / count
+    assert got.item() == pytest.approx(0.5 * nll.item()) and metrics["nll"].item() == pytest.approx(nll.item())
+    assert metrics["forward_kl"] > 0
