@@ -28,7 +28,7 @@ from torch import Tensor
 from nemo_rl.config import DistillationLossConfig
 from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.reductions import masked_mean
-from nemo_rl.losses.supervised import weights_of_teachers
+from nemo_rl.losses.supervised import TEACHER_WEIGHTS, weights_of_teachers
 
 NOWHERE, IN_NO_CLASS = -1, -2
 """Values of `candidate_slots`, besides numbers of slots: not compared, and compared by size."""
@@ -50,6 +50,19 @@ COLUMNS: Mapping[str, float] = {
 """Keys of a batch that the loss needs, with the value of entries that are not used (`CrossTokenizerLossFn`)."""
 
 
+def of_teacher(column: str, number: int) -> str:
+    """Return the key of a column of one of several teachers. The first teacher has the plain names."""
+    return column if number == 0 else f"{column}.{number}"
+
+
+def candidates_of(rows: Mapping[str, Any]) -> Tensor:
+    """Return the candidates of all teachers of a batch, concatenated, `[B, T, K]` int64."""
+    found = [rows["candidate_ids"]]
+    while (key := of_teacher("candidate_ids", len(found))) in rows:
+        found.append(rows[key])
+    return torch.cat(found, dim=-1)
+
+
 class CrossTokenizerLossFn:
     """Mean divergence over the tokens that count in the global batch. Only first tokens of spans have one."""
 
@@ -58,9 +71,12 @@ class CrossTokenizerLossFn:
     rows_per_unit = 1
     needs_reference = False
 
-    def __init__(self, cfg: DistillationLossConfig | Mapping[str, Any], ce_loss_scale: float = 0.0) -> None:
+    def __init__(
+        self, cfg: DistillationLossConfig | Mapping[str, Any], ce_loss_scale: float = 0.0, num_teachers: int = 1
+    ) -> None:
         self.cfg = DistillationLossConfig.of(cfg)
         self.ce_loss_scale = ce_loss_scale
+        self.num_teachers = num_teachers
 
     def __call__(
         self,
@@ -72,13 +88,14 @@ class CrossTokenizerLossFn:
         """Compute the mean of `kl_loss_weight * divergence + uncommon_loss_weight * distance - ce_loss_scale * log p`.
 
         The mean is over all tokens that count. Divergence and distance are 0 where no span begins, and have the weight
-        of the row's teacher.
+        of the row's teacher. With several teachers they are added, and their metrics are averaged.
 
         Args:
             candidate_logprobs: `[B, T, K]`, the student's log-probabilities of the candidates, normalised over the
-                whole vocabulary. Column 0 is the next token of the row.
-            data: Holds `token_mask [B, T + 1]`, `sample_mask [B]`, and for each position, which belongs to the
-                distribution after a token:
+                whole vocabulary. Column 0 is the next token of the row. With several teachers, their candidates are
+                concatenated.
+            data: Holds `token_mask [B, T + 1]`, `sample_mask [B]`, and the following columns of each teacher
+                (`of_teacher`). A position belongs to the distribution after a token.
 
                 - `candidate_ids [B, T + 1, K]`, `candidate_slots`: the slot of each candidate, or a constant above.
                 - `candidate_log_weights`: logarithm of the share of the candidate's probability that the slot gets.
@@ -98,31 +115,46 @@ class CrossTokenizerLossFn:
             `spans_per_token`, `num_unmasked_tokens` and `num_valid_samples`.
         """
         dtype = candidate_logprobs.dtype
-        columns = {name: data[name][:, :-1] for name in COLUMNS}
-        columns["span_starts"] = columns["span_starts"].where(data["token_mask"][:, 1:] != 0, NO_SPAN)
-        is_start_BT = _is_start(columns["span_starts"])
         counted_BT = data["token_mask"][:, 1:].to(dtype) * data["sample_mask"].to(dtype)[:, None]
-        log_p_BTO, log_q_BTO, exists_BTO = outcomes(candidate_logprobs, columns)
-        forward_BT, reverse_BT, divergence_BT = self._divergences(log_p_BTO, log_q_BTO, exists_BTO)
-        distance_BT = sorted_distance(candidate_logprobs, columns["candidate_slots"], columns["teacher_sorted"])
-        per_start_BT = self.cfg.kl_loss_weight * divergence_BT + self.cfg.uncommon_loss_weight * distance_BT
 
         def mean(values_BT: Tensor) -> Tensor:
-            return masked_mean(values_BT, counted_BT * is_start_BT, global_normalization_factor=global_valid_toks)
+            return masked_mean(values_BT, counted_BT, global_normalization_factor=global_valid_toks)
 
-        nll = masked_mean(-candidate_logprobs[..., 0], counted_BT, global_normalization_factor=global_valid_toks)
-        loss = mean(per_start_BT * weights_of_teachers(data, dtype)[:, None]) + self.ce_loss_scale * nll
-        matched_BT = torch.where(exists_BTO, log_p_BTO.detach().exp(), 0.0)[..., :-1].sum(-1)
+        nll = mean(-candidate_logprobs[..., 0])
+        loss, metrics = self.ce_loss_scale * nll, {}
+        widths = [data[of_teacher("candidate_ids", number)].shape[-1] for number in range(self.num_teachers)]
+        for number, logprobs_BTk in enumerate(candidate_logprobs.split(widths, dim=-1)):
+            weight_B = weights_of_teachers(data, dtype, of_teacher(TEACHER_WEIGHTS, number))
+            trained_BT, reported = self._of_teacher(logprobs_BTk, data, number)
+            loss = loss + mean(trained_BT * weight_B[:, None])
+            for name, values_BT in reported.items():
+                metrics[name] = metrics.get(name, 0.0) + mean(values_BT.detach()) / self.num_teachers
         return loss, {
             "loss": loss.detach(),
             "nll": nll.detach(),
-            "forward_kl": mean(forward_BT.detach()),
-            "reverse_kl": mean(reverse_BT.detach()),
-            "unmatched_distance": mean(distance_BT.detach()),
-            "matched_mass": mean(matched_BT),
-            "spans_per_token": mean(torch.ones_like(counted_BT)),
+            **metrics,
             "num_unmasked_tokens": counted_BT.sum(),
             "num_valid_samples": (data["token_mask"][:, 1:] != 0).any(-1).sum(),
+        }
+
+    def _of_teacher(self, logprobs_BTK: Tensor, data: LossData, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of one teacher at each position `[B, T]`, which is 0 where no span begins, and metrics."""
+        columns = {name: data[of_teacher(name, number)][:, :-1] for name in COLUMNS}
+        columns["span_starts"] = columns["span_starts"].where(data["token_mask"][:, 1:] != 0, NO_SPAN)
+        is_start_BT = _is_start(columns["span_starts"])
+        log_p_BTO, log_q_BTO, exists_BTO = outcomes(logprobs_BTK, columns)
+        forward_BT, reverse_BT, divergence_BT = self._divergences(log_p_BTO, log_q_BTO, exists_BTO)
+        distance_BT = sorted_distance(logprobs_BTK, columns["candidate_slots"], columns["teacher_sorted"])
+        trained_BT = self.cfg.kl_loss_weight * divergence_BT + self.cfg.uncommon_loss_weight * distance_BT
+        reported = {
+            "forward_kl": forward_BT,
+            "reverse_kl": reverse_BT,
+            "unmatched_distance": distance_BT,
+            "matched_mass": torch.where(exists_BTO, log_p_BTO.exp(), 0.0)[..., :-1].sum(-1),
+            "spans_per_token": torch.ones_like(forward_BT),
+        }
+        return torch.where(is_start_BT, trained_BT, 0.0), {
+            name: torch.where(is_start_BT, values_BT, 0.0) for name, values_BT in reported.items()
         }
 
     def _divergences(self, log_p_BTO: Tensor, log_q_BTO: Tensor, exists_BTO: Tensor) -> tuple[Tensor, Tensor, Tensor]:

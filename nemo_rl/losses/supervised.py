@@ -87,9 +87,9 @@ TEACHER_WEIGHTS = "teacher_weights"
 """Key of a batch: `[B]`, factor of the distillation loss of each row. If it is missing, all are 1."""
 
 
-def weights_of_teachers(data: LossData, dtype: torch.dtype) -> Tensor:
+def weights_of_teachers(data: LossData, dtype: torch.dtype, key: str = TEACHER_WEIGHTS) -> Tensor:
     """Return the factor of the loss of each row `[B]`."""
-    found = data.get(TEACHER_WEIGHTS)
+    found = data.get(key)
     return data["sample_mask"].new_ones(len(data["sample_mask"]), dtype=dtype) if found is None else found.to(dtype)
 
 

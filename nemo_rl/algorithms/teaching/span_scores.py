@@ -30,8 +30,10 @@ from nemo_rl.losses.cross_tokenizer import (
     NO_SPAN,
     NOWHERE,
     WITHOUT_SLOT,
+    of_teacher,
     without,
 )
+from nemo_rl.losses.supervised import TEACHER_WEIGHTS
 from nemo_rl.models.policy.interfaces import ScoringModel
 
 _LAST = 2**62
@@ -97,6 +99,8 @@ class SpanTeacher:
     comparison: Comparison
     weight: float = 1.0
     """Factor of the loss of the teacher's rows."""
+    number: int = 0
+    """Number of the teacher, if several teachers read a row (`losses.cross_tokenizer.of_teacher`)."""
 
     name = "teacher_logprob_inference"
 
@@ -116,9 +120,9 @@ class SpanTeacher:
         read = {index: self.reader.read(tensors, index, rows[index] if rows else None) for index in indices}
         known = {index: row for index, row in read.items() if row is not None}
         spans = Spans.of(known, single_tokens_only=self.comparison.single_tokens_only)
-        write_weight(tensors, self.weight, indices)
+        write_weight(tensors, self.weight, indices, of_teacher(TEACHER_WEIGHTS, self.number))
         columns = self._compare(tensors, [row.token_ids for row in known.values()], spans) if len(spans.rows) else {}
-        write_spans(tensors, spans, columns)
+        write_spans(tensors, spans, columns, self.number)
         return {
             f"{self.role}/num_rows": float(len(indices)),
             f"{self.role}/num_unread": float(len(read) - len(known)),
@@ -336,14 +340,20 @@ def _kept(numbers: Tensor) -> Tensor:
     return (~used).to(torch.int8).argsort(-1, stable=True)[:, : int(used.sum(-1).max())]
 
 
-def write_spans(tensors: BatchedDataDict[Any], spans: Spans, columns: Mapping[str, Tensor]) -> None:
-    """Write the columns of spans into those of a batch, which are added or widened as needed."""
-    shape = tensors["input_ids"].shape
-    for name, default in COLUMNS.items():
-        values = columns.get(name)
+def write_spans(
+    tensors: BatchedDataDict[Any], spans: Spans, columns: Mapping[str, Tensor], number: int = 0
+) -> None:
+    """Write the columns of spans into those of a batch, which are added or widened as needed.
+
+    Args:
+        number: Number of the teacher (`SpanTeacher.number`).
+    """
+    shape, keys = tensors["input_ids"].shape, {name: of_teacher(name, number) for name in COLUMNS}
+    for column, default in COLUMNS.items():
+        values, name = columns.get(column), keys[column]
         kind = torch.int64 if isinstance(default, int) else torch.float32
         if name not in tensors:
-            further = () if name.startswith("span_") else (0,)
+            further = () if column.startswith("span_") else (0,)
             tensors[name] = torch.full((*shape, *further), default, dtype=kind)
         if values is None:
             continue
@@ -353,11 +363,12 @@ def write_spans(tensors: BatchedDataDict[Any], spans: Spans, columns: Mapping[st
             tensors[name][spans.rows, spans.starts, : values.shape[1]] = values.to(kind)
         else:
             tensors[name][spans.rows, spans.starts] = values.to(kind)
-    if not tensors["candidate_ids"].shape[2]:
-        for name in ("candidate_ids", "candidate_slots", "candidate_log_weights"):
-            tensors[name] = torch.nn.functional.pad(tensors[name], (0, 1), value=COLUMNS[name])
-    tensors["candidate_ids"][:, :-1, 0] = tensors["input_ids"][:, 1:]
-    _write_starts(tensors["span_starts"], spans)
+    ids = keys["candidate_ids"]
+    if not tensors[ids].shape[2]:
+        for column in ("candidate_ids", "candidate_slots", "candidate_log_weights"):
+            tensors[keys[column]] = torch.nn.functional.pad(tensors[keys[column]], (0, 1), value=COLUMNS[column])
+    tensors[ids][:, :-1, 0] = tensors["input_ids"][:, 1:]
+    _write_starts(tensors[keys["span_starts"]], spans)
 
 
 def _write_starts(span_starts_BT: Tensor, spans: Spans) -> None:

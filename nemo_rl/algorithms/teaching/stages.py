@@ -26,7 +26,9 @@ from nemo_rl.config import (
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.policy.interfaces import ScoringModel
+from nemo_rl.utils.errors import ConfigError
 
 _TOP = 64
 """Number of compared tokens of written rows if none is configured."""
@@ -94,88 +96,86 @@ def span_teachers(config: DistillationMasterConfig, data: RunData | None, tokeni
     """
     if data is None:
         return lambda roles: []
-    prompts_of_run, longest = data.train, config.policy.max_total_sequence_length
-    readers: dict[str, Reader] = {}
-    comparisons: dict[str, Comparison] = {}
+    loss, prompts_of_run = config.loss_fn, data.train
+    routes = TeacherRoutes({name: role_of(name) for name in config.teachers}, "teacher") if config.teachers else None
+    temperature, default_top = config.policy.sampling.temperature, config.distillation.topk_logits_k
+    parts: dict[str, tuple[Reader, Comparison]] = {}
     for role, section in config.sections_of_teachers.items():
         other = get_tokenizer(section.tokenizer, section=role)
-        same = other.get_vocab() == tokenizer.get_vocab()
-        if not same:
-            TeacherPrompts(prompts_of_run, other).ids(prompts_of_run[0])
-        readers[role] = (
-            SameTokens() if same else TextReader(TeacherPrompts(prompts_of_run, other), tokenizer, longest)
-        )
-        projection = identity(tokenizer) if same else _projection_of(config.loss_fn, section, role, (tokenizer, other))
-        comparisons[role] = _comparison(config, projection)
-    routes = TeacherRoutes({name: role_of(name) for name in config.teachers}, "teacher") if config.teachers else None
+        reader: Reader = SameTokens()
+        if other.get_vocab() != tokenizer.get_vocab():
+            prompts = TeacherPrompts(prompts_of_run, other)
+            prompts.ids(prompts_of_run[0])
+            reader = TextReader(prompts, tokenizer, config.policy.max_total_sequence_length)
+        comparison = _comparison(loss, _projection(loss, section, role, (tokenizer, other)), default_top, temperature)
+        parts[role] = reader, comparison
 
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
         return [
-            SpanTeacher(
-                roles["policy"],
-                roles[role],
-                role,
-                routes,
-                readers[role],
-                comparisons[role],
-                section.weight,
-            )
+            SpanTeacher(roles["policy"], roles[role], role, routes, *parts[role], section.weight)
             for role, section in config.sections_of_teachers.items()
         ]
 
     return stages
 
 
-def teacher_of_texts(config: SFTMasterConfig, teacher: TeacherConfig, tokenizer: TokenizerType) -> MakeStages:
-    """Return a function that builds the stage of a teacher of written rows.
+def teachers_of_texts(config: SFTMasterConfig, tokenizer: TokenizerType) -> MakeStages:
+    """Return a function that builds the stages of the teachers of written rows. Each teacher reads all rows.
 
     Args:
         tokenizer: The student's tokenizer.
 
     Raises:
-        ConfigError: The teacher's tokens cannot be compared with those of the student.
+        ConfigError: A teacher's tokens cannot be compared with those of the student.
     """
     loss = config.teacher_loss_fn
-    other = get_tokenizer(teacher.tokenizer, section="teacher")
-    same = other.get_vocab() == tokenizer.get_vocab()
-    if not same and not loss.crosses_tokenizers:
-        compare_vocabularies(tokenizer, other, config.policy.model_name, teacher.model_name)
-    reader: Reader = SameTokens() if same else WrittenReader(tokenizer, other, teacher.max_total_sequence_length)
-    top = loss.vocab_topk or _TOP
-    comparison = Comparison(
-        projection=identity(tokenizer) if same else _projection_of(loss, teacher, "teacher", (tokenizer, other)),
-        top=top,
-        unmatched=(loss.uncommon_topk or top) if loss.gold_loss else 0,
-        single_tokens_only=loss.exact_token_match_only,
-        temperature=1.0,
-    )
-    return lambda roles: [
-        SpanTeacher(roles["policy"], roles["teacher"], "teacher", None, reader, comparison, teacher.weight)
-    ]
+    parts: dict[str, tuple[Reader, Comparison]] = {}
+    for role, section in config.sections_of_teachers.items():
+        other = get_tokenizer(section.tokenizer, section=role)
+        same = other.get_vocab() == tokenizer.get_vocab()
+        if not same and not loss.crosses_tokenizers:
+            compare_vocabularies(tokenizer, other, config.policy.model_name, section.model_name, role)
+        reader = SameTokens() if same else WrittenReader(tokenizer, other, section.max_total_sequence_length)
+        parts[role] = reader, _comparison(loss, _projection(loss, section, role, (tokenizer, other)), _TOP, 1.0)
+
+    def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
+        return [
+            SpanTeacher(roles["policy"], roles[role], role, None, *parts[role], section.weight, number)
+            for number, (role, section) in enumerate(config.sections_of_teachers.items())
+        ]
+
+    return stages
 
 
-def _projection_of(
+def _projection(
     loss: DistillationLossConfig, section: TeacherConfig, role: str, tokenizers: tuple[TokenizerType, TokenizerType]
 ) -> Projection:
-    """Return the classes of the tokens of student and teacher."""
+    """Return the classes of the tokens of student and teacher.
+
+    Raises:
+        ConfigError: The file of classes cannot be used, or the teacher has fewer logits than its tokenizer has tokens.
+    """
     student, teacher = tokenizers
-    path = section.projection_matrix_path
-    if path is not None:
+    sizes = load_model_config(section.model_name, section.hf_config_overrides, section=role)
+    if sizes.get_text_config().vocab_size < num_ids(teacher):
+        raise ConfigError(
+            f"{role}.tokenizer.name={section.tokenizer.name!r} has {num_ids(teacher)} tokens, and the model only "
+            f"{sizes.get_text_config().vocab_size} logits. Name the tokenizer of {role}.model_name."
+        )
+    if student.get_vocab() == teacher.get_vocab():
+        return identity(student)
+    if section.projection_matrix_path is not None:
         key = f"{role}.projection_matrix_path"
-        return Projection.load(path, num_ids(student), num_ids(teacher), key)
+        return Projection.load(section.projection_matrix_path, num_ids(student), num_ids(teacher), key)
     return shared_tokens(student, teacher) if loss.gold_loss else common_beginnings(student, teacher)
 
 
-def _comparison(config: DistillationMasterConfig, projection: Projection) -> Comparison:
-    loss = config.loss_fn
-    top = loss.vocab_topk or config.distillation.topk_logits_k
-    return Comparison(
-        projection=projection,
-        top=top,
-        unmatched=(loss.uncommon_topk or top) if loss.gold_loss else 0,
-        single_tokens_only=loss.exact_token_match_only,
-        temperature=config.policy.sampling.temperature,
-    )
+def _comparison(
+    loss: DistillationLossConfig, projection: Projection, default_top: int, temperature: float
+) -> Comparison:
+    top = loss.vocab_topk or default_top
+    unmatched = (loss.uncommon_topk or top) if loss.gold_loss else 0
+    return Comparison(projection, top, unmatched, loss.exact_token_match_only, temperature)
 
 
 def _other_tokenizers(config: GRPOMasterConfig, tokenizer: TokenizerType) -> dict[str, TokenizerType]:

@@ -207,13 +207,15 @@ def write_scores(
     return float(masked_mean(own_RT - scores_RT, mask_RT))
 
 
-def write_weight(tensors: BatchedDataDict[Any], weight: float, rows: Sequence[int]) -> None:
+def write_weight(
+    tensors: BatchedDataDict[Any], weight: float, rows: Sequence[int], key: str = TEACHER_WEIGHTS
+) -> None:
     """Write the factor of the distillation loss of some rows, if it is not 1."""
     if weight == 1:
         return
-    if TEACHER_WEIGHTS not in tensors:
-        tensors[TEACHER_WEIGHTS] = torch.ones(tensors.size)
-    tensors[TEACHER_WEIGHTS][list(rows)] = weight
+    if key not in tensors:
+        tensors[key] = torch.ones(tensors.size)
+    tensors[key][list(rows)] = weight
 
 
 def _write_rows(tensors: BatchedDataDict[Any], columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:

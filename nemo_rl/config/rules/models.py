@@ -420,7 +420,7 @@ def check_other_tokenizers(
             f"{place}.zero_outside_topk=true has no meaning with {place}.gold_loss and {place}.xtoken_loss, which "
             "compare all other tokens as one. Set it to false."
         )
-    if loss.crosses_tokenizers and policy.is_vlm:
+    if loss.crosses_tokenizers and policy.is_vlm and place == "loss_fn":
         yield f"{both} renders prompts of text. Set policy.tokenizer.use_processor=false."
     if not loss.crosses_tokenizers:
         if loss.vocab_topk is not None and place == "loss_fn":

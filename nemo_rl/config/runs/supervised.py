@@ -116,8 +116,10 @@ class SFTMasterConfig(SupervisedMasterConfig):
     """The loss."""
     teacher: TeacherConfig | None = None
     """A teacher that predicts the tokens of the rows, in addition to the rows themselves. null: none."""
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Further teachers of all rows, by any name. Their divergences are added, each with its weight."""
     teacher_loss_fn: TeacherLossConfig = Field(default_factory=TeacherLossConfig)
-    """The loss of a run with a teacher, in place of loss_fn."""
+    """The loss of a run with teachers, in place of loss_fn."""
     checkpointing: SFTCheckpointingConfig = Field(default_factory=SFTCheckpointingConfig)
     """Saving and resuming."""
 
@@ -127,21 +129,34 @@ class SFTMasterConfig(SupervisedMasterConfig):
             super().findings(),
             check_language_model(self.policy),
             check_datasets(self.data, RESPONSE_DATASET_NAMES),
-            () if self.teacher is None else self._of_teacher(self.teacher),
+            self._of_teachers(),
         )
 
-    def _of_teacher(self, teacher: TeacherConfig) -> Findings:
-        yield from check_teacher("teacher", teacher)
-        yield from check_distillation_loss(self.teacher_loss_fn, "teacher_loss_fn")
-        yield from check_other_tokenizers(self.teacher_loss_fn, {"teacher": teacher}, self.policy, "teacher_loss_fn")
+    @property
+    def sections_of_teachers(self) -> dict[str, TeacherConfig]:
+        """Return the sections of all teachers by the names of their models in the run."""
+        first = {} if self.teacher is None else {"teacher": self.teacher}
+        return {**first, **{f"teachers.{name}": each for name, each in self.teachers.items()}}
+
+    def _of_teachers(self) -> Findings:
+        teachers, place = self.sections_of_teachers, "teacher_loss_fn"
+        if not teachers:
+            return
+        for name, teacher in teachers.items():
+            yield from check_teacher(name, teacher)
+        yield from check_distillation_loss(self.teacher_loss_fn, place)
+        yield from check_other_tokenizers(self.teacher_loss_fn, teachers, self.policy, place)
+        if self.policy.is_vlm:
+            yield "teacher and teachers read rows of text. Set policy.tokenizer.use_processor=false."
 
     @override
     def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
         yield from super().unused()
-        if self.teacher is None:
-            yield "teacher_loss_fn", ["teacher"], "there is no teacher"
+        sections = ["teacher", "teachers"]
+        if self.sections_of_teachers:
+            yield "loss_fn", sections, "the loss is teacher_loss_fn"
         else:
-            yield "loss_fn", ["teacher"], "the loss is teacher_loss_fn"
+            yield "teacher_loss_fn", sections, "there is no teacher"
 
 
 class DPOMasterConfig(SupervisedMasterConfig):

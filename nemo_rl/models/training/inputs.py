@@ -30,6 +30,7 @@ from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.host.device import to_device
+from nemo_rl.losses.cross_tokenizer import candidates_of
 from nemo_rl.models.expert_routing import laid_out
 from nemo_rl.models.training.shared_prefixes import share_prefixes, spread
 
@@ -144,8 +145,8 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
 
 
 def build_candidate_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows for scores of `candidate_ids [b, T, K]`, as `build_distillation_inputs` does."""
-    return _with_several_targets(rows, rows["candidate_ids"], layout, device)
+    """Lay out the rows for scores of the candidates of all teachers, as `build_distillation_inputs` does."""
+    return _with_several_targets(rows, candidates_of(rows), layout, device)
 
 
 def _with_several_targets(

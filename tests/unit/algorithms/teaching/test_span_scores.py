@@ -325,7 +325,7 @@ def test_written_texts_are_read_with_their_ends() -> None:
         assert row.spans[-1] == (slice(len(rows[index]) - 1, len(rows[index])), slice(len(row.token_ids) - 1, len(row.token_ids)))
     tensors["token_mask"][0, :3] = 0  # "5=1"
     row = reader.read(tensors, 0, None)
-    assert row is not None and [own.start for own, _ in row.spans] == [4, 5, 6, 8, 9]
+    assert row is not None and [own.start for own, _ in row.spans] == [4, 5, 6, 7, 9]
     assert WrittenReader(CHARS, PAIRS, 5).read(tensors, 0, None) is None
     batch = StepBatch(tensors)
     how = Comparison(common_beginnings(CHARS, PAIRS), 400, 0, False, TEMPERATURE)
