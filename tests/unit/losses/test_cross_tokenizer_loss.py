@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from nemo_rl.config import DistillationLossConfig
-from nemo_rl.losses.cross_tokenizer import IN_NO_CLASS, NO_SPAN, NOWHERE, WITHOUT_SLOT, CrossTokenizerLossFn
+from nemo_rl.losses.cross_tokenizer import (
+    COLUMNS,
+    IN_NO_CLASS,
+    NO_SPAN,
+    NOWHERE,
+    WITHOUT_SLOT,
+    CrossTokenizerLossFn,
+    candidates_of,
+    of_teacher,
+)
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.loss_function import LossInputType, LossType
 from nemo_rl.losses.supervised import TEACHER_WEIGHTS, DistillationLossFn
@@ -199,6 +208,26 @@ def test_a_student_that_equals_the_teacher_has_no_loss_and_no_gradient(kind) -> 
     loss.backward()
     assert loss.item() == 0
     assert leaf.grad.abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_losses_of_several_teachers_are_added(kind) -> None:
+    logits, data = batch()
+    _, other = batch(seed=5)
+    both = data | {of_teacher(name, 1): other[name] for name in COLUMNS}
+    both |= {of_teacher(TEACHER_WEIGHTS, 1): torch.full((B,), 0.25)}
+    leaf, reference = (logits.clone().requires_grad_() for _ in range(2))
+    scores = torch.log_softmax(leaf, -1).gather(-1, candidates_of(both)[:, :-1])
+    loss_fn = CrossTokenizerLossFn(loss_of(kind).cfg, num_teachers=2)
+    got, metrics = loss_fn(scores, data=both, **denominators(data))
+    one, of_one = FromLogits(loss_of(kind))(reference, data, **denominators(data))
+    masks = {name: data[name] for name in ("token_mask", "sample_mask")}
+    two, of_two = FromLogits(loss_of(kind))(reference, other | masks, **denominators(data))
+    got.backward()
+    (one + 0.25 * two).backward()
+    assert got.item() == pytest.approx((one + 0.25 * two).item(), rel=1e-12)
+    torch.testing.assert_close(leaf.grad, reference.grad)
+    assert metrics["forward_kl"].item() == pytest.approx((of_one["forward_kl"] + of_two["forward_kl"]).item() / 2)
 
 
 def test_a_share_of_a_token_counts_in_each_of_its_slots() -> None:
