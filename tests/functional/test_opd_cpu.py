@@ -96,7 +96,7 @@ def test_a_teacher_with_two_digit_tokens_teaches_a_student_with_single_digits(
 ) -> None:
     """The library's SFT makes the teacher. GRPO with rewards and equal steps, and a teacher with equal tokens, follow."""
     make_pair_model(tmp_path / "untrained")
-    sft = (f"policy.model_name={tmp_path}/untrained", "sft.val_at_end=false")
+    sft = (f"policy.model_name={tmp_path}/untrained",)
     finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", sft, tmp_path / "sft")
     pairs = tmp_path / "sft/checkpoints/step_700/policy/weights/model"
     rate = "policy.optimizer.kwargs.lr=3e-4"

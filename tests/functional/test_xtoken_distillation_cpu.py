@@ -23,7 +23,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("teacher")
     make_pair_model(folder / "untrained")
     runs = ExampleRuns(folder)
-    overrides = (f"policy.model_name={folder}/untrained", "sft.val_at_end=false")
+    overrides = (f"policy.model_name={folder}/untrained",)
     finished(runs.start, "run_sft.py", "sft_pairs_cpu.yaml", overrides, folder)
     yield folder / "checkpoints/step_700/policy/weights/model"
     runs.close()
