@@ -1,7 +1,7 @@
 """Make the file of `teacher.projection_matrix_path`: classes of the tokens of two tokenizers, from their texts.
 
-    uv run --extra cpu python tools/make_projection.py --student examples/assets/tiny-chat --teacher results/tiny-pairs \
-        --output results/pairs.safetensors
+    uv run --extra cpu python tools/make_projection.py --student examples/assets/tiny-chat \
+        --teacher results/tiny-pairs --output results/pairs.safetensors
 
 The file has `indices` [V_student, k] int32, the teacher tokens that stand for the classes of each student token (-1 for
 none), `weights` [V_student, k] float32, the share of its probability that each class gets, and `teacher_classes`

@@ -148,7 +148,10 @@ class DistillationLossFn:
         def mean(values_BT: Tensor) -> Tensor:
             return masked_mean(values_BT, mask_BT, global_normalization_factor=global_valid_toks)
 
-        weight, factor_B1 = self._forward_weight, self.cfg.kl_loss_weight * weights_of_teachers(data, mask_BT.dtype)[:, None]
+        weight, factor_B1 = (
+            self._forward_weight,
+            self.cfg.kl_loss_weight * weights_of_teachers(data, mask_BT.dtype)[:, None],
+        )
         if self.cfg.kl_type == "jensen_shannon":
             loss = mean(factor_B1 * self._jensen_shannon(log_p_BTk, log_q_BTk))
         elif reverse_BT is None:

@@ -94,11 +94,11 @@ def taught_by(start: StartExample, teacher: Path, folder: Path, *overrides: str)
 def test_a_teacher_with_two_digit_tokens_teaches_a_student_with_single_digits(
     start_example: StartExample, tmp_path
 ) -> None:
-    """The library's SFT makes the teacher. GRPO with rewards and equal steps, and a teacher with equal tokens, follow."""
+    """The library's SFT makes the teacher. It is compared with rewards, and with a teacher with equal tokens."""
     make_pair_model(tmp_path / "untrained")
     sft = (f"policy.model_name={tmp_path}/untrained",)
     finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", sft, tmp_path / "sft")
-    pairs = tmp_path / "sft/checkpoints/step_700/policy/weights/model"
+    pairs = tmp_path / "sft/checkpoints/step_200/policy/weights/model"
     rate = "policy.optimizer.kwargs.lr=3e-4"
     text = taught_by(start_example, pairs, tmp_path / "text", "on_policy_distillation.compares=text", rate)
     equal = taught_by(start_example, REPOSITORY / "examples/assets/tiny-teacher", tmp_path / "equal", rate)

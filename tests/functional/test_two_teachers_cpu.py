@@ -65,7 +65,9 @@ def taught(start: StartExample, folder: Path, teachers: dict[str, str], *overrid
     config.write_text(CONFIG)
     chosen = ", ".join(f"{name}: {path}" for name, path in teachers.items())
     keys = (f"on_policy_distillation.teacher_model_by_agent_name={{{chosen}}}", *overrides)
-    run = start("run_grpo.py", str(config), *keys, f"checkpointing.checkpoint_dir={folder}/checkpoints", logs=folder.name)
+    run = start(
+        "run_grpo.py", str(config), *keys, f"checkpointing.checkpoint_dir={folder}/checkpoints", logs=folder.name
+    )
     assert run.finish(600) == 0, run.log()[-3000:]
     return read_metrics(run.log_dir)
 
@@ -75,7 +77,9 @@ def test_a_student_learns_each_task_from_its_teacher(product_teacher, start_exam
     sums = str(REPOSITORY / "examples/assets/tiny-teacher")
     both = {"math": sums, PRODUCTS: str(product_teacher)}
     of_both = taught(start_example, tmp_path / "both", both)
-    of_one = taught(start_example, tmp_path / "one", {"math": sums}, "on_policy_distillation.default_teacher_alias=math")
+    of_one = taught(
+        start_example, tmp_path / "one", {"math": sums}, "on_policy_distillation.default_teacher_alias=math"
+    )
     found = {
         (name, task): metrics[f"validation-{task}_test", STEPS, "accuracy"]
         for name, metrics in {"both": of_both, "one": of_one}.items()

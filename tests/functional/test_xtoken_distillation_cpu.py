@@ -25,7 +25,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     runs = ExampleRuns(folder)
     overrides = (f"policy.model_name={folder}/untrained",)
     finished(runs.start, "run_sft.py", "sft_pairs_cpu.yaml", overrides, folder)
-    yield folder / "checkpoints/step_700/policy/weights/model"
+    yield folder / "checkpoints/step_200/policy/weights/model"
     runs.close()
 
 
@@ -89,11 +89,11 @@ def test_a_teacher_of_written_texts_helps_where_they_are_few(start_example: Star
     make_pair_model(tmp_path / "untrained")
     many, few, held_out = texts(tmp_path, 4000, 1), texts(tmp_path, 60, 2), texts(tmp_path, 256, 3)
     own = (f"policy.model_name={tmp_path}/untrained", "sft.val_at_start=false")
-    finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", (*of_texts(many, held_out, 700), *own), tmp_path / "t")
+    finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", (*of_texts(many, held_out, 200), *own), tmp_path / "t")
     steps = 60
     student = of_texts(few, held_out, steps)
     teacher = (
-        f"teacher.model_name={tmp_path}/t/checkpoints/step_700/policy/weights/model",
+        f"teacher.model_name={tmp_path}/t/checkpoints/step_200/policy/weights/model",
         "teacher_loss_fn.xtoken_loss=true",
         "teacher_loss_fn.vocab_topk=360",
         "teacher_loss_fn.kl_type=forward",
@@ -102,5 +102,8 @@ def test_a_teacher_of_written_texts_helps_where_they_are_few(start_example: Star
     taught = finished(start_example, "run_sft.py", "sft_cpu.yaml", (*student, *teacher), tmp_path / "taught")
     assert taught["train", steps, "forward_kl"] < 0.5 * taught["train", 1, "forward_kl"]
     assert taught["train", steps, "teacher/num_unread"] == 0
-    nll = {name: each["validation", steps, key] for name, each, key in (("alone", alone, "val_loss"), ("taught", taught, "nll"))}
+    nll = {
+        name: each["validation", steps, key]
+        for name, each, key in (("alone", alone, "val_loss"), ("taught", taught, "nll"))
+    }
     assert nll["taught"] < nll["alone"] - 0.05, nll

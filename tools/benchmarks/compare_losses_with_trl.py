@@ -145,7 +145,6 @@ class Side:
         student = torch.log_softmax(model(**inputs).logits[:, :-1], dim=-1)
         return loss_fn(student, teacher, None, data=batch, **denominators(batch))[0], model
 
-
     def on_outcomes(self, loss_fn: CrossTokenizerLossFn, rows: list[Row], teacher: str = "reference") -> Result:
         """Compute distillation over two vocabularies, which are compared as a whole.
 

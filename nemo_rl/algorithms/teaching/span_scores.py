@@ -232,9 +232,7 @@ def columns_of(found: Predictions, how: Comparison) -> dict[str, Tensor]:
     ids_Ns = _with_first(found.student_ids, found.student_first)
     candidates = [*_representatives(slots_NC, how.projection), *_members(ids_Ns, slots_NC, how.projection)]
     ids, numbers, logs = (torch.cat(parts, -1) for parts in (candidates[0::3], candidates[1::3], candidates[2::3]))
-    sorted_NU = logprobs_NC.new_zeros((len(ids), 0))
-    if how.unmatched:
-        numbers, sorted_NU = _by_size(found, how, ids, numbers)
+    numbers, sorted_NU = _by_size(found, how, ids, numbers)
     span_slots_N, logprobs_NC = _spans_apart(found, how.projection, slots_NC, logprobs_NC)
     first = (found.student_first[:, None], torch.full((len(ids), 1), NOWHERE), torch.zeros(len(ids), 1))
     ids, numbers, logs = (torch.cat(pair, -1) for pair in zip(first, (ids, numbers, logs), strict=True))
@@ -252,7 +250,7 @@ def columns_of(found: Predictions, how: Comparison) -> dict[str, Tensor]:
 
 def _slots(classes_Nt: Tensor, logprobs_Nt: Tensor) -> tuple[Tensor, Tensor]:
     """Return the class of each slot `[N, C]`, in rising order, and the teacher's log-probability of it."""
-    classes_Nt, order = classes_Nt.where(classes_Nt != NO_CLASS, _LAST).sort(-1, stable=True)
+    classes_Nt, order = classes_Nt.where(classes_Nt != NO_CLASS, _LAST).sort(dim=-1, stable=True)
     logprobs_Nt = logprobs_Nt.double().gather(-1, order)
     is_new = classes_Nt[:, 1:] != classes_Nt[:, :-1]
     slot_Nt = torch.cat([torch.zeros_like(classes_Nt[:, :1]), is_new.cumsum(-1)], -1)
@@ -337,12 +335,10 @@ def _kept(numbers: Tensor) -> Tensor:
     """Return, for each span, the columns of candidates that are used, with the first column first."""
     used = numbers != NOWHERE
     used[:, 0] = True
-    return (~used).to(torch.int8).argsort(-1, stable=True)[:, : int(used.sum(-1).max())]
+    return (~used).to(torch.int8).argsort(dim=-1, stable=True)[:, : int(used.sum(-1).max())]
 
 
-def write_spans(
-    tensors: BatchedDataDict[Any], spans: Spans, columns: Mapping[str, Tensor], number: int = 0
-) -> None:
+def write_spans(tensors: BatchedDataDict[Any], spans: Spans, columns: Mapping[str, Tensor], number: int = 0) -> None:
     """Write the columns of spans into those of a batch, which are added or widened as needed.
 
     Args:

@@ -188,9 +188,7 @@ class TeacherScores:
         }
 
 
-def write_scores(
-    tensors: BatchedDataDict[Any], scores_RT: Tensor, rows: Sequence[int], weight: float = 1.0
-) -> float:
+def write_scores(tensors: BatchedDataDict[Any], scores_RT: Tensor, rows: Sequence[int], weight: float = 1.0) -> float:
     """Write log-probabilities of a teacher into `teacher_logprobs` of some rows, at least one.
 
     Args:
@@ -207,9 +205,7 @@ def write_scores(
     return float(masked_mean(own_RT - scores_RT, mask_RT))
 
 
-def write_weight(
-    tensors: BatchedDataDict[Any], weight: float, rows: Sequence[int], key: str = TEACHER_WEIGHTS
-) -> None:
+def write_weight(tensors: BatchedDataDict[Any], weight: float, rows: Sequence[int], key: str = TEACHER_WEIGHTS) -> None:
     """Write the factor of the distillation loss of some rows, if it is not 1."""
     if weight == 1:
         return

@@ -86,9 +86,7 @@ class FromLogits:
 
     def __call__(self, logits, data, global_valid_seqs, global_valid_toks):
         scores = torch.log_softmax(logits, -1).gather(-1, data["candidate_ids"][:, :-1])
-        return self.loss_fn(
-            scores, data=data, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks
-        )
+        return self.loss_fn(scores, data=data, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks)
 
 
 def divergence(kind: str, p: list[Tensor], q: list[Tensor]) -> Tensor:
@@ -206,7 +204,7 @@ def test_a_student_that_equals_the_teacher_has_no_loss_and_no_gradient(kind) -> 
     leaf = logits.clone().requires_grad_()
     loss, _ = FromLogits(loss_of(kind))(leaf, data, **denominators(data))
     loss.backward()
-    assert loss.item() == 0
+    assert abs(loss.item()) < (1e-15 if kind == "jensen_shannon" else 5e-324)  # the mean of both is rounded
     assert leaf.grad.abs().max() < 1e-14
 
 

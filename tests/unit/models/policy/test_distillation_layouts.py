@@ -146,7 +146,9 @@ def candidate_batch(rows: int = 6):
     starts = torch.arange(24).expand(rows, 24).clone()
     starts[:, 5] = 4
     data["candidate_ids"] = torch.cat([following, ids], -1)
-    data["candidate_slots"] = torch.tensor([NOWHERE, 0, 0, 1, 2, 2, IN_NO_CLASS, IN_NO_CLASS, NOWHERE]).expand(rows, 24, 9)
+    data["candidate_slots"] = torch.tensor([NOWHERE, 0, 0, 1, 2, 2, IN_NO_CLASS, IN_NO_CLASS, NOWHERE]).expand(
+        rows, 24, 9
+    )
     data["candidate_log_weights"] = torch.zeros(rows, 24, 9)
     data["teacher_slots"] = torch.log_softmax(torch.randn(rows, 24, 4, generator=gen), -1)[..., :3]
     data["teacher_sorted"] = torch.tensor([0.1, 0.02]).expand(rows, 24, 2)
