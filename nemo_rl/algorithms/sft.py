@@ -9,7 +9,7 @@ from nemo_rl.algorithms.runtime.run import train_with_restarts as sft_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import SupervisedSetup
 from nemo_rl.algorithms.supervised import collate_by
-from nemo_rl.algorithms.teaching.stages import teachers_of_texts
+from nemo_rl.algorithms.teaching.stages import MakeStages, teachers_of_texts
 from nemo_rl.config import SFTConfig, SFTMasterConfig
 from nemo_rl.config.base.names import SFT_VALIDATION_METRICS
 from nemo_rl.data.collate_fn import sft_collate_fn
@@ -35,7 +35,8 @@ def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Recipe:
     names = tuple(SFT_VALIDATION_METRICS.items())
     configured: LossFunction = NLLLossFn()
     loss_fn: LossFunction = user_parts.loss(configured, config.loss_fn)
-    stages, names = no_stages, names if loss_fn is configured else names[:1]
+    stages: MakeStages = no_stages
+    names = names if loss_fn is configured else names[:1]
     if config.sections_of_teachers:
         stages, loss = teachers_of_texts(config, tokenizer), config.teacher_loss_fn
         loss_fn = CrossTokenizerLossFn(loss, loss.ce_loss_scale, len(config.sections_of_teachers))

@@ -121,14 +121,15 @@ class CrossTokenizerLossFn:
             return masked_mean(values_BT, counted_BT, global_normalization_factor=global_valid_toks)
 
         nll = mean(-candidate_logprobs[..., 0])
-        loss, metrics = self.ce_loss_scale * nll, {}
+        loss, metrics = self.ce_loss_scale * nll, dict[str, Tensor]()
         widths = [data[of_teacher("candidate_ids", number)].shape[-1] for number in range(self.num_teachers)]
         for number, logprobs_BTk in enumerate(candidate_logprobs.split(widths, dim=-1)):
             weight_B = weights_of_teachers(data, dtype, of_teacher(TEACHER_WEIGHTS, number))
             trained_BT, reported = self._of_teacher(logprobs_BTk, data, number)
             loss = loss + mean(trained_BT * weight_B[:, None])
             for name, values_BT in reported.items():
-                metrics[name] = metrics.get(name, 0.0) + mean(values_BT.detach()) / self.num_teachers
+                share = mean(values_BT.detach()) / self.num_teachers
+                metrics[name] = metrics[name] + share if name in metrics else share
         return loss, {
             "loss": loss.detach(),
             "nll": nll.detach(),

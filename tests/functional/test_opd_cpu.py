@@ -9,6 +9,7 @@ from example_runs import REPOSITORY, ExampleRuns, Metrics, StartExample, finishe
 from make_tiny_pair_model import make_pair_model
 from vllm_server import vllm_server
 
+from examples.chain_data import main as chain_data
 from examples.chain_data import questions, worked
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -96,9 +97,10 @@ def test_a_teacher_with_two_digit_tokens_teaches_a_student_with_single_digits(
 ) -> None:
     """The library's SFT makes the teacher. It is compared with rewards, and with a teacher with equal tokens."""
     make_pair_model(tmp_path / "untrained")
+    chain_data([str(tmp_path / "results/sums")])
     sft = (f"policy.model_name={tmp_path}/untrained",)
     finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", sft, tmp_path / "sft")
-    pairs = tmp_path / "sft/checkpoints/step_200/policy/weights/model"
+    pairs = tmp_path / "sft/checkpoints/step_120/policy/weights/model"
     rate = "policy.optimizer.kwargs.lr=3e-4"
     text = taught_by(start_example, pairs, tmp_path / "text", "on_policy_distillation.compares=text", rate)
     equal = taught_by(start_example, REPOSITORY / "examples/assets/tiny-teacher", tmp_path / "equal", rate)

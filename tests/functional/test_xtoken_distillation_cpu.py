@@ -8,6 +8,7 @@ import pytest
 from example_runs import REPOSITORY, ExampleRuns, Metrics, StartExample, finished, killed_and_resumed
 from make_tiny_pair_model import make_pair_model
 
+from examples.chain_data import main as chain_data
 from examples.chain_data import questions, worked
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -23,9 +24,10 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("teacher")
     make_pair_model(folder / "untrained")
     runs = ExampleRuns(folder)
+    chain_data([str(folder / "results/sums")])
     overrides = (f"policy.model_name={folder}/untrained",)
     finished(runs.start, "run_sft.py", "sft_pairs_cpu.yaml", overrides, folder)
-    yield folder / "checkpoints/step_200/policy/weights/model"
+    yield folder / "checkpoints/step_120/policy/weights/model"
     runs.close()
 
 
@@ -88,12 +90,12 @@ def test_a_teacher_of_written_texts_helps_where_they_are_few(start_example: Star
     """The teacher has read 4000 texts, the student 60: with the teacher, its loss on new texts is smaller."""
     make_pair_model(tmp_path / "untrained")
     many, few, held_out = texts(tmp_path, 4000, 1), texts(tmp_path, 60, 2), texts(tmp_path, 256, 3)
-    own = (f"policy.model_name={tmp_path}/untrained", "sft.val_at_start=false")
-    finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", (*of_texts(many, held_out, 200), *own), tmp_path / "t")
+    own = (f"policy.model_name={tmp_path}/untrained", "sft.val_period=0")
+    finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", (*of_texts(many, held_out, 120), *own), tmp_path / "t")
     steps = 60
     student = of_texts(few, held_out, steps)
     teacher = (
-        f"teacher.model_name={tmp_path}/t/checkpoints/step_200/policy/weights/model",
+        f"teacher.model_name={tmp_path}/t/checkpoints/step_120/policy/weights/model",
         "teacher_loss_fn.xtoken_loss=true",
         "teacher_loss_fn.vocab_topk=360",
         "teacher_loss_fn.kl_type=forward",
