@@ -15,7 +15,12 @@ from tiny_models import TinyShape, make_char_tokenizer, make_pair_tokenizer, mak
 from transformers import AutoModelForCausalLM
 
 START = Path(__file__).parents[1] / "examples/assets/tiny-chat"
-SPECIAL = {"<|pad|>": "<|endoftext|>", "<|question|>": "<|im_start|>", "<|answer|>": "<|im_start|>", "<|end|>": "<|im_end|>"}
+SPECIAL = {
+    "<|pad|>": "<|endoftext|>",
+    "<|question|>": "<|im_start|>",
+    "<|answer|>": "<|im_start|>",
+    "<|end|>": "<|im_end|>",
+}
 """Special tokens, each with the one of the tiny chat model whose embedding it gets."""
 
 
