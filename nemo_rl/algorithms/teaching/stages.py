@@ -1,6 +1,7 @@
 """Build the stages of a run that score samples with its teachers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from nemo_rl.algorithms.runtime.run import Stage
 from nemo_rl.algorithms.teaching.projection import Projection, common_beginnings, identity, num_ids, shared_tokens
@@ -112,7 +113,7 @@ def span_teachers(config: DistillationMasterConfig, data: RunData | None, tokeni
 
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
         return [
-            SpanTeacher(roles["policy"], roles[role], role, routes, *parts[role], section.weight)
+            replace(_span_teacher(roles, role, section, parts[role]), routes=routes)
             for role, section in config.sections_of_teachers.items()
         ]
 
@@ -140,11 +141,18 @@ def teachers_of_texts(config: SFTMasterConfig, tokenizer: TokenizerType) -> Make
 
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
         return [
-            SpanTeacher(roles["policy"], roles[role], role, None, *parts[role], section.weight, number)
+            replace(_span_teacher(roles, role, section, parts[role]), number=number)
             for number, (role, section) in enumerate(config.sections_of_teachers.items())
         ]
 
     return stages
+
+
+def _span_teacher(
+    roles: Mapping[str, ScoringModel], role: str, section: TeacherConfig, part: tuple[Reader, Comparison]
+) -> SpanTeacher:
+    """Return the stage of a teacher that reads all rows."""
+    return SpanTeacher(roles["policy"], roles[role], role, None, *part, section.weight)
 
 
 def _projection(
