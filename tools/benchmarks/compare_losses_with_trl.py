@@ -33,7 +33,7 @@ from tiny_models import make_char_tokenizer  # noqa: E402
 from nemo_rl.algorithms.kto import KTOPreparation
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.teaching.projection import shared_tokens
-from nemo_rl.algorithms.teaching.span_scores import Comparison, SameTokens, SpanTeacher
+from nemo_rl.algorithms.teaching.span_scores import TokenComparison, SameTokens, SpanTeacher
 from nemo_rl.config import DistillationLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK, topk_of
@@ -153,7 +153,7 @@ class Side:
         """
         batch, model = chosen_batch(rows), self.language_model()
         tokenizers = (AutoTokenizer.from_pretrained(self.work / name) for name in ("policy", teacher))
-        comparison = Comparison(shared_tokens(*tokenizers), VOCABULARY, VOCABULARY, False, TEMPERATURE)
+        comparison = TokenComparison(shared_tokens(*tokenizers), VOCABULARY, VOCABULARY, False, TEMPERATURE)
         models: Any = (Predictor(model), Predictor(self._reference))
         SpanTeacher(*models, "teacher", None, SameTokens(), comparison).apply(StepBatch(batch))
         logits = model(input_ids=batch["input_ids"], attention_mask=attention_mask(batch)).logits[:, :-1] / TEMPERATURE

@@ -60,7 +60,7 @@ class SameTokens:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TokenComparison:
     """How the tokens of a policy and of a teacher are compared."""
 
     projection: Projection
@@ -96,7 +96,7 @@ class SpanTeacher:
     routes: TeacherRoutes | None
     """Choice of the teacher of each row, by its role. If None, the teacher reads all rows."""
     reader: Reader
-    comparison: Comparison
+    comparison: TokenComparison
     weight: float = 1.0
     """Factor of the loss of the teacher's rows."""
     number: int = 0
@@ -225,7 +225,7 @@ class Predictions:
     """`[N]` bool, whether the text of the span is an outcome of its own."""
 
 
-def columns_of(found: Predictions, how: Comparison) -> dict[str, Tensor]:
+def columns_of(found: Predictions, how: TokenComparison) -> dict[str, Tensor]:
     """Return the columns of each span, `[N, ...]`, without `span_starts`."""
     classes_Nt = how.projection.teacher_classes[found.teacher_ids]
     slots_NC, logprobs_NC = _slots(classes_Nt, found.teacher_logprobs)
@@ -299,7 +299,7 @@ def _slot_of(classes: Tensor, slots_NC: Tensor) -> Tensor:
     return numbers.where((slots_NC.gather(-1, numbers) == classes) & (classes >= 0), NOWHERE)
 
 
-def _by_size(found: Predictions, how: Comparison, ids: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _by_size(found: Predictions, how: TokenComparison, ids: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slots of candidates, and the teacher's sorted probabilities, of at most U tokens in no class each.
 
     The first token of a span whose text is an outcome of its own is left out on both sides.

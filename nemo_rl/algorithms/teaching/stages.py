@@ -7,7 +7,7 @@ from nemo_rl.algorithms.runtime.run import Stage
 from nemo_rl.algorithms.teaching.projection import Projection, common_beginnings, identity, num_ids, shared_tokens
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
 from nemo_rl.algorithms.teaching.self_distillation import PrivilegedPrompts, SelfTeacher
-from nemo_rl.algorithms.teaching.span_scores import Comparison, Reader, SameTokens, SpanTeacher
+from nemo_rl.algorithms.teaching.span_scores import TokenComparison, Reader, SameTokens, SpanTeacher
 from nemo_rl.algorithms.teaching.teachers import (
     TeacherLogprobs,
     TeacherRoutes,
@@ -100,7 +100,7 @@ def span_teachers(config: DistillationMasterConfig, data: RunData | None, tokeni
     loss, prompts_of_run = config.loss_fn, data.train
     routes = TeacherRoutes({name: role_of(name) for name in config.teachers}, "teacher") if config.teachers else None
     temperature, default_top = config.policy.sampling.temperature, config.distillation.topk_logits_k
-    parts: dict[str, tuple[Reader, Comparison]] = {}
+    parts: dict[str, tuple[Reader, TokenComparison]] = {}
     for role, section in config.sections_of_teachers.items():
         other = get_tokenizer(section.tokenizer, section=role)
         reader: Reader = SameTokens()
@@ -130,7 +130,7 @@ def teachers_of_texts(config: SFTMasterConfig, tokenizer: TokenizerType) -> Make
         ConfigError: A teacher's tokens cannot be compared with those of the student.
     """
     loss = config.teacher_loss_fn
-    parts: dict[str, tuple[Reader, Comparison]] = {}
+    parts: dict[str, tuple[Reader, TokenComparison]] = {}
     for role, section in config.sections_of_teachers.items():
         other = get_tokenizer(section.tokenizer, section=role)
         same = other.get_vocab() == tokenizer.get_vocab()
@@ -149,7 +149,7 @@ def teachers_of_texts(config: SFTMasterConfig, tokenizer: TokenizerType) -> Make
 
 
 def _span_teacher(
-    roles: Mapping[str, ScoringModel], role: str, section: TeacherConfig, part: tuple[Reader, Comparison]
+    roles: Mapping[str, ScoringModel], role: str, section: TeacherConfig, part: tuple[Reader, TokenComparison]
 ) -> SpanTeacher:
     """Return the stage of a teacher that reads all rows."""
     return SpanTeacher(roles["policy"], roles[role], role, None, *part, section.weight)
@@ -180,10 +180,10 @@ def _projection(
 
 def _comparison(
     loss: DistillationLossConfig, projection: Projection, default_top: int, temperature: float
-) -> Comparison:
+) -> TokenComparison:
     top = loss.vocab_topk or default_top
     unmatched = (loss.uncommon_topk or top) if loss.gold_loss else 0
-    return Comparison(projection, top, unmatched, loss.exact_token_match_only, temperature)
+    return TokenComparison(projection, top, unmatched, loss.exact_token_match_only, temperature)
 
 
 def _other_tokenizers(config: GRPOMasterConfig, tokenizer: TokenizerType) -> dict[str, TokenizerType]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.teaching.projection import Projection, common_beginnings, identity, shared_tokens
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
-from nemo_rl.algorithms.teaching.span_scores import Comparison, SameTokens, SpanTeacher
+from nemo_rl.algorithms.teaching.span_scores import TokenComparison, SameTokens, SpanTeacher
 from nemo_rl.algorithms.teaching.teachers import TeacherRoutes
 from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, TextReader, WrittenReader, spelling
 from nemo_rl.config import DistillationLossConfig
@@ -91,7 +91,7 @@ def stage_of(
 ) -> SpanTeacher:
     how = {"top": 400, "unmatched": 400, "single_tokens_only": False, "temperature": TEMPERATURE} | keys
     reader = TextReader(TeacherPrompts(data, PAIRS), CHARS, 100)  # type: ignore[arg-type]
-    return SpanTeacher(*models, "teacher", None, reader, Comparison(projection, **how))  # type: ignore[arg-type]
+    return SpanTeacher(*models, "teacher", None, reader, TokenComparison(projection, **how))  # type: ignore[arg-type]
 
 
 def loss_of(batch: StepBatch, student: Scorer, **keys: Any) -> tuple[float, dict[str, Any], dict[str, Tensor]]:
@@ -217,7 +217,7 @@ def test_few_likely_tokens_give_outcomes_that_exclude_each_other() -> None:
 def test_equal_tokenizers_give_the_loss_and_gradients_of_distillation() -> None:
     student, teacher = Scorer(CHARS, 1), Scorer(CHARS, 5)
     batch, _ = batch_of(CHARS)
-    how = Comparison(identity(CHARS), 264, 0, False, TEMPERATURE)
+    how = TokenComparison(identity(CHARS), 264, 0, False, TEMPERATURE)
     SpanTeacher(student, teacher, "teacher", None, SameTokens(), how, 2.0).apply(batch)  # type: ignore[arg-type]
     assert batch.tensors[TEACHER_WEIGHTS].tolist() == [2.0] * 3
     loss, _, gradients = loss_of(batch, student)
@@ -243,7 +243,7 @@ def test_equal_tokenizers_give_the_loss_and_gradients_of_distillation() -> None:
 
 def test_a_student_that_is_its_own_teacher_has_no_loss() -> None:
     batch, _ = batch_of(CHARS)
-    how = Comparison(identity(CHARS), 264, 0, False, TEMPERATURE)
+    how = TokenComparison(identity(CHARS), 264, 0, False, TEMPERATURE)
     SpanTeacher(MODELS[0], MODELS[0], "teacher", None, SameTokens(), how).apply(batch)  # type: ignore[arg-type]
     loss, _, gradients = loss_of(batch, MODELS[0])
     assert abs(loss) < 1e-6  # columns of the batch are in float32
@@ -341,7 +341,7 @@ def test_written_texts_are_read_with_their_ends() -> None:
     assert row is not None and [own.start for own, _ in row.spans] == [4, 5, 6, 7, 9]
     assert WrittenReader(CHARS, PAIRS, 5).read(tensors, 0, None) is None
     batch = StepBatch(tensors)
-    how = Comparison(common_beginnings(CHARS, PAIRS), 400, 0, False, TEMPERATURE)
+    how = TokenComparison(common_beginnings(CHARS, PAIRS), 400, 0, False, TEMPERATURE)
     SpanTeacher(*MODELS, "teacher", None, reader, how).apply(batch)  # type: ignore[arg-type]
     loss = CrossTokenizerLossFn(DistillationLossConfig.build(kl_loss_weight=0.0), ce_loss_scale=0.5)
     logits = MODELS[0].hf(input_ids=tensors["input_ids"], use_cache=False).logits / TEMPERATURE
