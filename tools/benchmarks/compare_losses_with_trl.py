@@ -33,7 +33,7 @@ from tiny_models import make_char_tokenizer  # noqa: E402
 from nemo_rl.algorithms.kto import KTOPreparation
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.teaching.projection import shared_tokens
-from nemo_rl.algorithms.teaching.span_scores import TokenComparison, SameTokens, SpanTeacher
+from nemo_rl.algorithms.teaching.span_scores import SameTokens, SpanTeacher, TokenComparison
 from nemo_rl.config import DistillationLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK, topk_of

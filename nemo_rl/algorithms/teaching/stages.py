@@ -7,7 +7,7 @@ from nemo_rl.algorithms.runtime.run import Stage
 from nemo_rl.algorithms.teaching.projection import Projection, common_beginnings, identity, num_ids, shared_tokens
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
 from nemo_rl.algorithms.teaching.self_distillation import PrivilegedPrompts, SelfTeacher
-from nemo_rl.algorithms.teaching.span_scores import TokenComparison, Reader, SameTokens, SpanTeacher
+from nemo_rl.algorithms.teaching.span_scores import Reader, SameTokens, SpanTeacher, TokenComparison
 from nemo_rl.algorithms.teaching.teachers import (
     TeacherLogprobs,
     TeacherRoutes,

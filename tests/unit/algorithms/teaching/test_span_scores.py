@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.teaching.projection import Projection, common_beginnings, identity, shared_tokens
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
-from nemo_rl.algorithms.teaching.span_scores import TokenComparison, SameTokens, SpanTeacher
+from nemo_rl.algorithms.teaching.span_scores import SameTokens, SpanTeacher, TokenComparison
 from nemo_rl.algorithms.teaching.teachers import TeacherRoutes
 from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, TextReader, WrittenReader, spelling
 from nemo_rl.config import DistillationLossConfig
