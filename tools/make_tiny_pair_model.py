@@ -11,23 +11,25 @@ import argparse
 from pathlib import Path
 
 import torch
-from tiny_models import TinyShape, make_char_tokenizer, make_pair_tokenizer, make_tiny_model, save_tiny_checkpoint
+from tiny_models import TinyShape, make_char_tokenizer, make_pair_tokenizer, save_tiny_checkpoint, tiny_config
 from transformers import AutoModelForCausalLM
 
 START = Path(__file__).parents[1] / "examples/assets/tiny-chat"
 SPECIAL = {
-    "<|pad|>": "<|endoftext|>",
     "<|question|>": "<|im_start|>",
     "<|answer|>": "<|im_start|>",
     "<|end|>": "<|im_end|>",
 }
-"""Special tokens, each with the one of the tiny chat model whose embedding it gets."""
+"""Special tokens of other names, each with the one of the tiny chat model whose embedding it gets."""
 
 
 def make_pair_model(folder: Path) -> None:
     """Write the model to a folder, in bfloat16."""
     tokenizer, chars = make_pair_tokenizer(), make_char_tokenizer()
-    model = make_tiny_model("qwen2", TinyShape(vocab_size=len(tokenizer)))
+    # # For models of the type qwen2, transformers divides digits whatever the tokenizer says. Llama has equal layers.
+    config = tiny_config("llama", TinyShape(vocab_size=len(tokenizer)))
+    config.attention_bias = True
+    model = AutoModelForCausalLM.from_config(config)
     start = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
     weights = start.state_dict()
     known = weights["model.embed_tokens.weight"]
@@ -36,7 +38,8 @@ def make_pair_model(folder: Path) -> None:
         names = [SPECIAL[token]] if token in SPECIAL else list(token)
         rows.append(known[chars.convert_tokens_to_ids(names)].mean(0))
     embeddings = {name: torch.stack(rows) for name, value in weights.items() if value.shape == known.shape}
-    model.load_state_dict(weights | embeddings)
+    outputs = {name: torch.zeros_like(value) for name, value in model.state_dict().items() if "o_proj.bias" in name}
+    model.load_state_dict(weights | embeddings | outputs)
     model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     save_tiny_checkpoint(folder, model.to(torch.bfloat16), tokenizer)
 

@@ -127,7 +127,8 @@ def make_char_tokenizer(model_max_length: int = 2048, extra_tokens: Sequence[str
 def make_pair_tokenizer(model_max_length: int = 2048) -> PreTrainedTokenizerFast:
     """Make a tokenizer with a token for each two digits, besides one for each byte, and another chat template.
 
-    Its special tokens have other names and ids than those of `make_char_tokenizer`. There are 360 tokens.
+    Its special tokens have other ids than those of `make_char_tokenizer`, and other names except for padding. There are
+    360 tokens.
 
     Args:
         model_max_length: longest sequence in tokens that the tokenizer declares.
@@ -142,12 +143,12 @@ def make_pair_tokenizer(model_max_length: int = 2048) -> PreTrainedTokenizerFast
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    specials = ("<|pad|>", "<|question|>", "<|answer|>", "<|end|>")
+    specials = (PAD_TOKEN, "<|question|>", "<|answer|>", "<|end|>")
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|end|>",
-        pad_token="<|pad|>",
+        pad_token=PAD_TOKEN,
         padding_side="right",
         model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,

@@ -50,7 +50,7 @@ from nemo_rl.losses.supervised import DistillationLossFn, NLLLossFn
 
 TINY_CHAT = ROOT / "examples" / "assets" / "tiny-chat"
 BETA = 0.3
-TEMPERATURE = 3.0
+TEMPERATURE = 2.0
 VOCABULARY = 264
 NOISE = 0.2
 NUM_PAIRS = 8

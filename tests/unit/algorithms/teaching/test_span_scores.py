@@ -118,6 +118,8 @@ def text_of(tokenizer: PreTrainedTokenizerFast, token: int) -> bytes:
 def class_by_text(kind: str, tokenizer: PreTrainedTokenizerFast, token: int) -> bytes | None:
     """Return the name of a token's class, from the rules of the two tokenizers of this test."""
     text = text_of(tokenizer, token)
+    if token == tokenizer.pad_token_id:
+        return b"<pad>"
     if token != tokenizer.eos_token_id and token in tokenizer.added_tokens_decoder:
         return None
     if kind == "xtoken":
