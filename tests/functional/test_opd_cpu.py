@@ -100,7 +100,7 @@ def test_a_teacher_with_two_digit_tokens_teaches_a_student_with_single_digits(
     chain_data([str(tmp_path / "results/sums")])
     sft = (f"policy.model_name={tmp_path}/untrained",)
     finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", sft, tmp_path / "sft")
-    pairs = tmp_path / "sft/checkpoints/step_60/policy/weights/model"
+    pairs = tmp_path / "sft/checkpoints/step_400/policy/weights/model"
     rate = "policy.optimizer.kwargs.lr=3e-4"
     text = taught_by(start_example, pairs, tmp_path / "text", "on_policy_distillation.compares=text", rate)
     equal = taught_by(start_example, REPOSITORY / "examples/assets/tiny-teacher", tmp_path / "equal", rate)
@@ -139,7 +139,7 @@ def test_a_policy_that_can_use_hints_teaches_itself(start_example: StartExample,
         *off,
     )
     finished(start_example, "run_sft.py", "sft_cpu.yaml", sft, tmp_path / "sft")
-    hinted = tmp_path / "sft/checkpoints/step_60/policy/weights/model"
+    hinted = tmp_path / "sft/checkpoints/step_400/policy/weights/model"
     section = "on_policy_distillation.self_distillation"
     overrides = (
         f"policy.model_name={hinted}",
