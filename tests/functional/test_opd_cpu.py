@@ -139,7 +139,7 @@ def test_a_policy_that_can_use_hints_teaches_itself(start_example: StartExample,
         *off,
     )
     finished(start_example, "run_sft.py", "sft_cpu.yaml", sft, tmp_path / "sft")
-    hinted = tmp_path / "sft/checkpoints/step_400/policy/weights/model"
+    hinted = tmp_path / "sft/checkpoints/step_120/policy/weights/model"
     section = "on_policy_distillation.self_distillation"
     overrides = (
         f"policy.model_name={hinted}",
