@@ -39,6 +39,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+PAIR_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|answer|>' if message['role'] == 'assistant' else '<|question|>' }}{{ message['content'] }}"
+    "{{ '<|end|>' if message['role'] == 'assistant' else '' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|answer|>' }}{% endif %}"
+)
+
 _CONFIG_CLASSES: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
@@ -113,6 +121,38 @@ def make_char_tokenizer(model_max_length: int = 2048, extra_tokens: Sequence[str
         model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_pair_tokenizer(model_max_length: int = 2048) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with a token for each two digits, besides one for each byte, and another chat template.
+
+    Its special tokens have other ids than those of `make_char_tokenizer`, and other names except for padding. There are
+    360 tokens.
+
+    Args:
+        model_max_length: longest sequence in tokens that the tokenizer declares.
+
+    Example:
+        >>> make_pair_tokenizer().tokenize("37+85=")
+        ['37', '+', '85', '=']
+    """
+    pairs = [f"{left}{right}" for left in "0123456789" for right in "0123456789"]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *pairs]
+    merges = [(pair[0], pair[1]) for pair in pairs]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = (PAD_TOKEN, "<|question|>", "<|answer|>", "<|end|>")
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token=PAD_TOKEN,
+        padding_side="right",
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=PAIR_CHAT_TEMPLATE,
     )
 
 

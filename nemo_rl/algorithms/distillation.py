@@ -18,14 +18,16 @@ from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train_with_restarts as distillation_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import start_run
+from nemo_rl.algorithms.teaching.stages import MakeStages, span_teachers
 from nemo_rl.algorithms.teaching.teachers import TeacherRoutes, TeacherScores, compare_vocabularies, role_of
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.losses.cross_tokenizer import CrossTokenizerLossFn
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.losses.supervised import DistillationLossFn
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.seed import set_seed
 
@@ -56,6 +58,24 @@ def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerTyp
             f"Set it to at most {num_usable}."
         )
     return num_usable if max(num_teachers) > num_usable else None
+
+
+def _token_teachers(config: DistillationMasterConfig, vocab_size: int | None) -> MakeStages:
+    """Return a function that builds the stages of teachers with the student's tokenizer.
+
+    Args:
+        vocab_size: The result of `check_teacher_fits`.
+    """
+    k, temperature = config.distillation.topk_logits_k, config.policy.sampling.temperature
+    routes = TeacherRoutes({name: role_of(name) for name in config.teachers}, "teacher") if config.teachers else None
+
+    def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
+        return [
+            TeacherScores(roles[role], k, vocab_size, temperature, role, routes, section.weight)
+            for role, section in config.sections_of_teachers.items()
+        ]
+
+    return stages
 
 
 def check_vocab_equality(tokenizer: TokenizerType, student_model_name: str, teacher_model_name: str) -> None:
@@ -107,23 +127,16 @@ def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) ->
     """
     set_seed(config.distillation.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
-    vocab_size = check_teacher_fits(config, tokenizer)
-    generation = config.policy.sampling
     check_source(config.distillation.rollout_source, "distillation.rollout_source")
-
-    def stages(roles: Mapping[str, Policy]) -> list[Stage]:
-        k, names = config.distillation.topk_logits_k, config.teachers
-        if not names:
-            return [TeacherScores(roles["teacher"], k, vocab_size, generation.temperature)]
-        routes = TeacherRoutes({name: role_of(name) for name in names}, "teacher")
-        teachers = ["teacher", *map(role_of, names)]
-        return [TeacherScores(roles[role], k, vocab_size, generation.temperature, role, routes) for role in teachers]
-
+    crosses = config.loss_fn.crosses_tokenizers
+    vocab_size = None if crosses else check_teacher_fits(config, tokenizer)
+    data = user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True)
+    built_in = (CrossTokenizerLossFn if crosses else DistillationLossFn)(config.loss_fn)
     return Recipe(
         tokenizer=tokenizer,
-        data=user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True),
-        loss_fn=user_parts.loss(DistillationLossFn(config.loss_fn), config.loss_fn),
+        data=data,
+        loss_fn=user_parts.loss(built_in, config.loss_fn),
         roles=config.models,
-        stages=stages,
+        stages=span_teachers(config, data, tokenizer) if crosses else _token_teachers(config, vocab_size),
         sampling=Sampling(needs_reward=False, environments=user_parts.running_environments),
     )

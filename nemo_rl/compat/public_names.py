@@ -23,8 +23,6 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.algorithms.grpo_sync": ("the data plane", ()),
     "nemo_rl.algorithms.single_controller": _SINGLE_CONTROLLER,
     "nemo_rl.algorithms.single_controller_utils": _SINGLE_CONTROLLER,
-    "nemo_rl.algorithms.x_token": ("cross-tokenizer distillation", ()),
-    "nemo_rl.algorithms.xtoken_off_policy_distillation": ("cross-tokenizer distillation", ()),
     "nemo_rl.data.dataloader": ("one data loader per data set", ()),
     "nemo_rl.data.datasets.eval_datasets": (_VISION, ("_is_multimodal_dataset", "MULTIMODAL_DATASETS")),
     "nemo_rl.data.multimodal_utils": (_VISION, ()),
@@ -61,6 +59,9 @@ ELSEWHERE: dict[str, str] = {
     "nemo_rl.algorithms.loss.wrapper": "packed rows are unpacked before a loss gets them, so no wrapper is needed",
     "nemo_rl.algorithms.loss_functions": "import losses from nemo_rl.algorithms.loss; they are called with "
     "log-probabilities, as in NeMo RL from 0.6 on",
+    "nemo_rl.algorithms.x_token": "nemo_rl.losses.cross_tokenizer compares models with different tokenizers",
+    "nemo_rl.algorithms.xtoken_off_policy_distillation": "nemo_rl.algorithms.sft distils on written texts if the "
+    "configuration has the section teacher",
     "nemo_rl.data.chat_templates": "set the template itself, or a .jinja file, as policy.tokenizer.chat_template",
     "nemo_rl.distributed.model_utils": "nemo_rl.distributed.parallel_logprobs has log-probabilities of divided logits",
     "nemo_rl.distributed.worker_group_utils": "options of workers are configuration keys (cluster, env_vars)",

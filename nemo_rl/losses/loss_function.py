@@ -38,6 +38,8 @@ class LossInputType(Enum):
     """`[B, T-1]` outputs of a scalar head: entry t-1 is the value of the state before token t, for t in 1..T-1."""
     DISTILLATION = "distillation"
     """Log-probabilities of student and teacher over the teacher's top-k tokens (`TopkLossFunction`)."""
+    CANDIDATES = "candidates"
+    """`[B, T-1, K]` log-probabilities of the tokens `candidate_ids [B, T, K]` of the batch."""
     DRAFT = "draft"
     """Logits of a draft model and of its teacher."""
 

@@ -83,6 +83,16 @@ LOG_TEACHER_OUTSIDE = -100.0
 """Assumed log-probability, in nats, of each token outside of the teacher's top-k."""
 
 
+TEACHER_WEIGHTS = "teacher_weights"
+"""Key of a batch: `[B]`, factor of the distillation loss of each row. If it is missing, all are 1."""
+
+
+def weights_of_teachers(data: LossData, dtype: torch.dtype, key: str = TEACHER_WEIGHTS) -> Tensor:
+    """Return the factor of the loss of each row `[B]`."""
+    found = data.get(key)
+    return data["sample_mask"].new_ones(len(data["sample_mask"]), dtype=dtype) if found is None else found.to(dtype)
+
+
 class DistillationLossFn:
     """Mean divergence over all tokens that count in the global batch."""
 
@@ -106,7 +116,7 @@ class DistillationLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """Compute `sum(mask * divergence) / global_valid_toks`.
+        """Compute `kl_loss_weight * sum(mask * weight of the row's teacher * divergence) / global_valid_toks`.
 
         Args:
             student_topk_logprobs: `[B, T, k]`, the student's log-probabilities of the teacher's top-k tokens,
@@ -138,15 +148,18 @@ class DistillationLossFn:
         def mean(values_BT: Tensor) -> Tensor:
             return masked_mean(values_BT, mask_BT, global_normalization_factor=global_valid_toks)
 
-        weight = self._forward_weight
+        weight, factor_B1 = (
+            self._forward_weight,
+            self.cfg.kl_loss_weight * weights_of_teachers(data, mask_BT.dtype)[:, None],
+        )
         if self.cfg.kl_type == "jensen_shannon":
-            loss = mean(self._jensen_shannon(log_p_BTk, log_q_BTk))
+            loss = mean(factor_B1 * self._jensen_shannon(log_p_BTk, log_q_BTk))
         elif reverse_BT is None:
             if weight < 1:
                 raise ValueError("DistillationLossFn: zero_outside_topk with a reverse part needs H_all; got None.")
-            loss = mean(forward_BT)
+            loss = mean(factor_B1 * forward_BT)
         else:
-            loss = mean(weight * forward_BT + (1 - weight) * reverse_BT)
+            loss = mean(factor_B1 * (weight * forward_BT + (1 - weight) * reverse_BT))
         metrics: LossMetrics = {
             "loss": loss.detach(),
             "forward_kl": mean(forward_BT.detach()),

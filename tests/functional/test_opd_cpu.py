@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from example_runs import ExampleRuns, Metrics, StartExample, finished, killed_and_resumed
+from example_runs import REPOSITORY, ExampleRuns, Metrics, StartExample, finished, killed_and_resumed
+from make_tiny_pair_model import make_pair_model
 from vllm_server import vllm_server
 
+from examples.chain_data import main as chain_data
 from examples.chain_data import questions, worked
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -79,6 +82,38 @@ def test_a_teacher_of_a_vllm_server_gives_the_numbers_of_a_model_of_the_run(
         metrics = finished(start_example, SCRIPT, CONFIG, overrides, tmp_path)
     for name in ("teachers.math/reverse_kl", "advantages/max", "advantages/min", "grad_norm"):
         assert metrics["train", 1, name] == pytest.approx(taught["train", 1, name], rel=1e-3)
+
+
+def taught_by(start: StartExample, teacher: Path, folder: Path, *overrides: str) -> Metrics:
+    """Return the metrics of 40 steps with a teacher."""
+    own = f"on_policy_distillation.teacher_model_by_agent_name={{math: {teacher}}}"
+    return finished(start, SCRIPT, CONFIG, (own, "grpo.max_num_steps=40", "grpo.val_period=20", *overrides), folder)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_teacher_with_two_digit_tokens_teaches_a_student_with_single_digits(
+    start_example: StartExample, tmp_path
+) -> None:
+    """The library's SFT makes the teacher. It is compared with rewards, and with a teacher with equal tokens."""
+    make_pair_model(tmp_path / "untrained")
+    chain_data([str(tmp_path / "results/sums")])
+    sft = (f"policy.model_name={tmp_path}/untrained",)
+    finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", sft, tmp_path / "sft")
+    pairs = tmp_path / "sft/checkpoints/step_400/policy/weights/model"
+    rate = "policy.optimizer.kwargs.lr=3e-4"
+    text = taught_by(start_example, pairs, tmp_path / "text", "on_policy_distillation.compares=text", rate)
+    equal = taught_by(start_example, REPOSITORY / "examples/assets/tiny-teacher", tmp_path / "equal", rate)
+    grpo = ("grpo.max_num_steps=40", "grpo.val_period=20", rate)
+    rewarded = finished(start_example, SCRIPT, "grpo_math_cpu.yaml", grpo, tmp_path / "grpo")
+    gains = {
+        name: metrics["validation", 40, "accuracy"] - metrics["validation", 0, "accuracy"]
+        for name, metrics in {"text": text, "equal": equal, "rewarded": rewarded}.items()
+    }
+    assert gains["text"] > 0.2, gains
+    assert gains["text"] > gains["rewarded"], gains
+    assert text["train", 40, "teachers.math/reverse_kl"] < 0.5 * text["train", 1, "teachers.math/reverse_kl"]
+    assert text["train", 40, "teachers.math/num_unread"] == 0
 
 
 HINT = "It is {ground_truth}."

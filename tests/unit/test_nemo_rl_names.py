@@ -100,7 +100,6 @@ def test_every_name_of_nemo_rl_is_importable(module: str, name: str) -> None:
 LATER = [
     ("nemo_rl.algorithms.grpo_sync", "grpo_train_sync", "data plane"),
     ("nemo_rl.algorithms.single_controller_utils", "WatchdogConfig", "single controller"),
-    ("nemo_rl.algorithms.xtoken_off_policy_distillation", "setup", "cross-tokenizer distillation"),
     ("nemo_rl.data.datasets.eval_datasets", "_is_multimodal_dataset", "VLM"),
     ("nemo_rl.experience.rollouts", "run_nemo_gym_rollout_sync", "NeMo-Gym"),
     ("nemo_rl.models.generation.vllm.config", "materialize_vllm_video_config", "VLM"),
@@ -113,7 +112,6 @@ LATER = [
     ("nemo_rl.distributed.checkpoint_engine", "create_checkpoint_engine", "checkpoint engines"),
     ("nemo_rl.models.generation.sglang", "SGLangGeneration", "SGLang"),
     ("nemo_rl.models.generation.sglang.sglang_generation", "SGLangGeneration", "SGLang"),
-    ("nemo_rl.algorithms.x_token", "anything", "cross-tokenizer distillation"),
 ]
 
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,17 @@ from side_by_side import ROOT, prepare, trl_python
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
+sys.path.insert(0, str(ROOT / "tools"))
+from tiny_models import make_char_tokenizer  # noqa: E402
+
 from nemo_rl.algorithms.kto import KTOPreparation
+from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.teaching.projection import shared_tokens
+from nemo_rl.algorithms.teaching.span_scores import SameTokens, SpanTeacher, TokenComparison
 from nemo_rl.config import DistillationLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.parallel_logprobs import TopK, topk_of
+from nemo_rl.losses.cross_tokenizer import CrossTokenizerLossFn
 from nemo_rl.losses.preference import (
     CentredMargin,
     DPOLossConfig,
@@ -41,6 +50,8 @@ from nemo_rl.losses.supervised import DistillationLossFn, NLLLossFn
 
 TINY_CHAT = ROOT / "examples" / "assets" / "tiny-chat"
 BETA = 0.3
+TEMPERATURE = 2.0
+VOCABULARY = 264
 NOISE = 0.2
 NUM_PAIRS = 8
 TOLERANCE = 1e-5
@@ -134,6 +145,36 @@ class Side:
         student = torch.log_softmax(model(**inputs).logits[:, :-1], dim=-1)
         return loss_fn(student, teacher, None, data=batch, **denominators(batch))[0], model
 
+    def on_outcomes(self, loss_fn: CrossTokenizerLossFn, rows: list[Row], teacher: str = "reference") -> Result:
+        """Compute distillation over two vocabularies, which are compared as a whole.
+
+        Args:
+            teacher: Folder of the teacher's tokenizer. Its weights are those of the reference.
+        """
+        batch, model = chosen_batch(rows), self.language_model()
+        tokenizers = (AutoTokenizer.from_pretrained(self.work / name) for name in ("policy", teacher))
+        comparison = TokenComparison(shared_tokens(*tokenizers), VOCABULARY, VOCABULARY, False, TEMPERATURE)
+        models: Any = (Predictor(model), Predictor(self._reference))
+        SpanTeacher(*models, "teacher", None, SameTokens(), comparison).apply(StepBatch(batch))
+        logits = model(input_ids=batch["input_ids"], attention_mask=attention_mask(batch)).logits[:, :-1] / TEMPERATURE
+        student = torch.log_softmax(logits, dim=-1).gather(-1, batch["candidate_ids"][:, :-1])
+        return call(loss_fn, student, batch), model
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """The method of a model that `SpanTeacher` needs for spans of one token."""
+
+    model: PreTrainedModel
+
+    @torch.no_grad()
+    def get_topk_logits(self, batch: Batch, k: int, *, vocab_size: int, temperature: float) -> dict[str, Tensor]:
+        """Return the log-probabilities of the most likely tokens after each token."""
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        values, ids = topk_of(logits.flatten(0, 1), TopK(k, vocab_size, temperature))
+        shape = (*batch["input_ids"].shape, k)
+        return {"topk_logits": values.view(shape), "topk_indices": ids.view(shape)}
+
 
 @dataclass(frozen=True)
 class Scorer:
@@ -173,6 +214,24 @@ class Case:
     loss_fn: Any
     rows: str = "pairs"
     note: str = field(default="")
+
+
+def _gold(name: str, matched: float, beta: float, loss: CrossTokenizerLossFn, teacher: str = "reference") -> Case:
+    options = {
+        "beta": beta,
+        "uld_hybrid_matched_weight": matched,
+        "uld_hybrid_unmatched_weight": 1.0 - matched,
+        "uld_student_temperature": TEMPERATURE,
+        "uld_teacher_temperature": TEMPERATURE,
+        "teacher": teacher,
+    }
+    note = f"temperature {TEMPERATURE:g}: TRL raises probabilities to at least 1e-8; answers of equal length"
+    return Case(name, "ULDLoss", options, partial(Side.on_outcomes, teacher=teacher), loss, "equal", note)
+
+
+def gold_loss(kind: str = "forward", **options: float) -> CrossTokenizerLossFn:
+    """Return a loss over two vocabularies."""
+    return CrossTokenizerLossFn(DistillationLossConfig.build(kl_type=kind, **options))
 
 
 def _dpo(name: str, options: dict[str, Any], loss_fn: DPOLossFn, rows: str = "pairs", note: str = "") -> Case:
@@ -256,6 +315,10 @@ CASES = [
         DistillationLossFn(DistillationLossConfig.build(kl_type="reverse")),
         note="k is the whole vocabulary",
     ),
+    _gold("GOLD, forward KL of shared tokens", 1.0, 0.0, gold_loss("forward")),
+    _gold("GOLD, reverse KL of shared tokens", 1.0, 1.0, gold_loss("reverse")),
+    _gold("GOLD, Jensen-Shannon 0.3", 1.0, 0.3, gold_loss("jensen_shannon", mixed_kl_weight=0.3)),
+    _gold("GOLD, sorted tokens of one side", 0.0, 0.0, gold_loss(kl_loss_weight=0.0), teacher="other"),
 ]
 
 
@@ -337,6 +400,8 @@ def write_inputs(work: Path, rows: dict[str, list[Row]]) -> None:
     scoring.save_pretrained(work / "reward_model")
     for name in ("policy", "reference", "reward_model"):
         tokenizer.save_pretrained(work / name)
+    names = [f"<|other_{index}|>" for index in range(VOCABULARY - 256 - 3)]
+    make_char_tokenizer(extra_tokens=names).save_pretrained(work / "other")
     (work / "rows.json").write_text(json.dumps(rows))
     cases = [{"trainer": case.trainer, "options": case.options, "rows": case.rows} for case in CASES]
     (work / "cases.json").write_text(json.dumps(cases))

@@ -28,6 +28,8 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDTrainer
+from trl.experimental.gold import GOLDConfig
+from trl.experimental.gold.gold_trainer import ULDLoss
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 Row = dict[str, Any]
@@ -168,6 +170,34 @@ def gkd(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, P
     return GKDTrainer.generalized_jsd_loss(model(**inputs).logits[:, :-1], teacher_logits, targets, **options), model
 
 
+def gold(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
+    """Compute GOLD's loss over two vocabularies; each token of an answer is a group of its own on both sides."""
+    model, teacher = side.language_model("policy"), side.language_model("reference")
+    config = GOLDConfig(
+        **side.settings,
+        use_uld_loss=True,
+        use_extended_uld=False,
+        uld_use_hybrid_loss=True,
+        uld_token_merge_strategy="bayesian",
+        uld_skip_student_eos=False,
+        uld_skip_teacher_eos=False,
+        **{name: value for name, value in options.items() if name != "teacher"},
+    )
+    ids = [torch.tensor(row["prompt"] + row["chosen"]) for row in rows]
+    labels = [torch.tensor([IGNORED] * len(row["prompt"]) + row["chosen"]) for row in rows]
+    inputs = {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=side.tokenizer.pad_token_id),
+        "attention_mask": pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
+    }
+    targets = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    with torch.no_grad():
+        teacher_logits = teacher(**inputs).logits
+    other = AutoTokenizer.from_pretrained(side.work / options["teacher"])
+    loss = ULDLoss(config, side.tokenizer, other)
+    tokens = (targets, targets, inputs["input_ids"], inputs["input_ids"])
+    return loss(model(**inputs).logits, teacher_logits, *tokens), model
+
+
 TRAINERS: dict[str, Callable[..., tuple[Tensor, PreTrainedModel]]] = {
     "SFTTrainer": sft,
     "DPOTrainer": dpo,
@@ -176,6 +206,7 @@ TRAINERS: dict[str, Callable[..., tuple[Tensor, PreTrainedModel]]] = {
     "CPOTrainer": cpo,
     "ORPOTrainer": orpo,
     "GKDTrainer": gkd,
+    "ULDLoss": gold,
 }
 
 

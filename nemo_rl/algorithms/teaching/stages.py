@@ -1,10 +1,13 @@
-"""Build the stages of a GRPO run that score samples with its teachers."""
+"""Build the stages of a run that score samples with its teachers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from nemo_rl.algorithms.runtime.run import Stage
+from nemo_rl.algorithms.teaching.projection import Projection, common_beginnings, identity, num_ids, shared_tokens
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
 from nemo_rl.algorithms.teaching.self_distillation import PrivilegedPrompts, SelfTeacher
+from nemo_rl.algorithms.teaching.span_scores import Reader, SameTokens, SpanTeacher, TokenComparison
 from nemo_rl.algorithms.teaching.teachers import (
     TeacherLogprobs,
     TeacherRoutes,
@@ -12,12 +15,24 @@ from nemo_rl.algorithms.teaching.teachers import (
     compare_vocabularies,
     role_of,
 )
-from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, spelling
-from nemo_rl.config import GRPOMasterConfig, TeacherEndpointConfig
+from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, TextReader, WrittenReader, spelling
+from nemo_rl.config import (
+    DistillationLossConfig,
+    DistillationMasterConfig,
+    GRPOMasterConfig,
+    SFTMasterConfig,
+    TeacherConfig,
+    TeacherEndpointConfig,
+)
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.policy.interfaces import ScoringModel
+from nemo_rl.utils.errors import ConfigError
+
+_TOP = 64
+"""Number of compared tokens of written rows if none is configured."""
 
 type MakeStages = Callable[[Mapping[str, ScoringModel]], list[Stage]]
 """Function that builds stages from the models of a run."""
@@ -43,22 +58,132 @@ def teacher_stages(config: GRPOMasterConfig, data: RunData | None, tokenizer: To
         prompts.check()
         return lambda roles: [SelfTeacher(roles["policy"], prompts, longest)]
     routes = TeacherRoutes.of(given, config.teachers)
-    remote = {role_of(name): _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
+    remote = {name: _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
     aligned = _other_tokenizers(config, tokenizer)
     for other in aligned.values():
         TeacherPrompts(prompts_of_run, other).ids(prompts_of_run[0])
 
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
-        own = [role_of(name) for name in config.teachers]
+        own = {role_of(name): teacher.weight for name, teacher in config.teachers.items()}
         found: list[Stage] = [
-            AlignedTeacher(roles[role], role, routes, TeacherPrompts(prompts_of_run, aligned[role]), tokenizer, longest)
+            AlignedTeacher(
+                roles[role], role, routes, TeacherPrompts(prompts_of_run, aligned[role]), tokenizer, longest, weight
+            )
             if role in aligned
-            else TeacherLogprobs(roles[role], role, routes)
-            for role in own
+            else TeacherLogprobs(roles[role], role, routes, weight)
+            for role, weight in own.items()
         ]
-        return [*found, *(TeacherLogprobs(scorer, role, routes) for role, scorer in remote.items())]
+        return [
+            *found,
+            *(
+                TeacherLogprobs(scorer, role_of(name), routes, given.teacher_weights.get(name, 1.0))
+                for name, scorer in remote.items()
+            ),
+        ]
 
     return stages
+
+
+def span_teachers(config: DistillationMasterConfig, data: RunData | None, tokenizer: TokenizerType) -> MakeStages:
+    """Return a function that builds the stages of a distillation whose teachers may have other tokenizers.
+
+    Args:
+        data: As in `teacher_stages`.
+        tokenizer: The student's tokenizer.
+
+    Raises:
+        ConfigError: A teacher's tokens cannot be compared with those of the student.
+        DataError: The first prompt cannot be rendered for a teacher.
+    """
+    if data is None:
+        return lambda roles: []
+    loss, prompts_of_run = config.loss_fn, data.train
+    routes = TeacherRoutes({name: role_of(name) for name in config.teachers}, "teacher") if config.teachers else None
+    temperature, default_top = config.policy.sampling.temperature, config.distillation.topk_logits_k
+    parts: dict[str, tuple[Reader, TokenComparison]] = {}
+    for role, section in config.sections_of_teachers.items():
+        other = get_tokenizer(section.tokenizer, section=role)
+        reader: Reader = SameTokens()
+        if other.get_vocab() != tokenizer.get_vocab():
+            prompts = TeacherPrompts(prompts_of_run, other)
+            prompts.ids(prompts_of_run[0])
+            reader = TextReader(prompts, tokenizer, config.policy.max_total_sequence_length)
+        comparison = _comparison(loss, _projection(loss, section, role, (tokenizer, other)), default_top, temperature)
+        parts[role] = reader, comparison
+
+    def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
+        return [
+            replace(_span_teacher(roles, role, section, parts[role]), routes=routes)
+            for role, section in config.sections_of_teachers.items()
+        ]
+
+    return stages
+
+
+def teachers_of_texts(config: SFTMasterConfig, tokenizer: TokenizerType) -> MakeStages:
+    """Return a function that builds the stages of the teachers of written rows. Each teacher reads all rows.
+
+    Args:
+        tokenizer: The student's tokenizer.
+
+    Raises:
+        ConfigError: A teacher's tokens cannot be compared with those of the student.
+    """
+    loss = config.teacher_loss_fn
+    parts: dict[str, tuple[Reader, TokenComparison]] = {}
+    for role, section in config.sections_of_teachers.items():
+        other = get_tokenizer(section.tokenizer, section=role)
+        same = other.get_vocab() == tokenizer.get_vocab()
+        if not same and not loss.crosses_tokenizers:
+            compare_vocabularies(tokenizer, other, config.policy.model_name, section.model_name, role)
+        reader = SameTokens() if same else WrittenReader(tokenizer, other, section.max_total_sequence_length)
+        parts[role] = reader, _comparison(loss, _projection(loss, section, role, (tokenizer, other)), _TOP, 1.0)
+
+    def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
+        return [
+            replace(_span_teacher(roles, role, section, parts[role]), number=number)
+            for number, (role, section) in enumerate(config.sections_of_teachers.items())
+        ]
+
+    return stages
+
+
+def _span_teacher(
+    roles: Mapping[str, ScoringModel], role: str, section: TeacherConfig, part: tuple[Reader, TokenComparison]
+) -> SpanTeacher:
+    """Return the stage of a teacher that reads all rows."""
+    return SpanTeacher(roles["policy"], roles[role], role, None, *part, section.weight)
+
+
+def _projection(
+    loss: DistillationLossConfig, section: TeacherConfig, role: str, tokenizers: tuple[TokenizerType, TokenizerType]
+) -> Projection:
+    """Return the classes of the tokens of student and teacher.
+
+    Raises:
+        ConfigError: The file of classes cannot be used, or the teacher has fewer logits than its tokenizer has tokens.
+    """
+    student, teacher = tokenizers
+    sizes = load_model_config(section.model_name, section.hf_config_overrides, section=role)
+    if sizes.get_text_config().vocab_size < num_ids(teacher):
+        raise ConfigError(
+            f"{role}.tokenizer.name={section.tokenizer.name!r} has {num_ids(teacher)} tokens, and the model only "
+            f"{sizes.get_text_config().vocab_size} logits. Name the tokenizer of {role}.model_name."
+        )
+    if student.get_vocab() == teacher.get_vocab():
+        return identity(student)
+    if section.projection_matrix_path is not None:
+        key = f"{role}.projection_matrix_path"
+        return Projection.load(section.projection_matrix_path, num_ids(student), num_ids(teacher), key)
+    return shared_tokens(student, teacher) if loss.gold_loss else common_beginnings(student, teacher)
+
+
+def _comparison(
+    loss: DistillationLossConfig, projection: Projection, default_top: int, temperature: float
+) -> TokenComparison:
+    top = loss.vocab_topk or default_top
+    unmatched = (loss.uncommon_topk or top) if loss.gold_loss else 0
+    return TokenComparison(projection, top, unmatched, loss.exact_token_match_only, temperature)
 
 
 def _other_tokenizers(config: GRPOMasterConfig, tokenizer: TokenizerType) -> dict[str, TokenizerType]:

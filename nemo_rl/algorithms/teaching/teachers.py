@@ -22,6 +22,7 @@ from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.reductions import masked_mean
+from nemo_rl.losses.supervised import TEACHER_WEIGHTS
 from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.utils.errors import ConfigError, DataError
@@ -113,6 +114,8 @@ class TeacherLogprobs:
     """Name of the model in the run."""
     routes: TeacherRoutes
     """Choice of the teacher of each row, by its role."""
+    weight: float = 1.0
+    """Factor of the advantages (`write_scores`)."""
 
     name = "teacher_logprob_inference"
 
@@ -136,7 +139,7 @@ class TeacherLogprobs:
         if not rows:
             return metrics
         scores_RT = self.teacher.get_logprobs(tensors.select_indices(rows))["logprobs"]
-        return metrics | {f"{self.role}/reverse_kl": write_scores(tensors, scores_RT, rows)}
+        return metrics | {f"{self.role}/reverse_kl": write_scores(tensors, scores_RT, rows, self.weight)}
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ class TeacherScores:
     """Name of the model in the run."""
     routes: TeacherRoutes | None = None
     """Choice of the teacher of each row, by its role. If None, the teacher scores all rows."""
+    weight: float = 1.0
+    """Factor of the loss of the teacher's rows."""
 
     name = "teacher_logprob_inference"
 
@@ -167,10 +172,12 @@ class TeacherScores:
         """Write `teacher_topk_logits` (float32, divided by the temperature) and `teacher_topk_indices`, `[B, T, k]`."""
         if self.routes is None:
             batch.tensors.update(self._scores(batch.tensors))
+            write_weight(batch.tensors, self.weight, range(batch.tensors.size))
             return {}
         rows = self.routes.rows_of(self.role, batch.rows)
         if rows:
             _write_rows(batch.tensors, self._scores(batch.tensors.select_indices(rows)), rows)
+        write_weight(batch.tensors, self.weight, rows)
         return {f"{self.role}/num_rows": float(len(rows))}
 
     def _scores(self, rows: BatchedDataDict[Any]) -> dict[str, Tensor]:
@@ -181,15 +188,30 @@ class TeacherScores:
         }
 
 
-def write_scores(tensors: BatchedDataDict[Any], scores_RT: Tensor, rows: Sequence[int]) -> float:
+def write_scores(tensors: BatchedDataDict[Any], scores_RT: Tensor, rows: Sequence[int], weight: float = 1.0) -> float:
     """Write log-probabilities of a teacher into `teacher_logprobs` of some rows, at least one.
 
+    Args:
+        weight: Factor of the difference between the teacher's log-probabilities and those of the policy.
+
     Returns:
-        The mean of `log p - log q` over the tokens of these rows that count, for policy p and teacher q.
+        The mean of `log p - log q` over the tokens of these rows that count, for policy p and teacher q, without the
+        factor.
     """
-    _write_rows(tensors, {TEACHER_LOGPROBS: scores_RT}, rows)
+    own_RT = tensors["prev_logprobs"][rows]
+    weighted_RT = scores_RT if weight == 1 else own_RT + weight * (scores_RT - own_RT)
+    _write_rows(tensors, {TEACHER_LOGPROBS: weighted_RT}, rows)
     mask_RT = BatchRows.of(tensors).advantage_mask()[rows]
-    return float(masked_mean(tensors["prev_logprobs"][rows] - scores_RT, mask_RT))
+    return float(masked_mean(own_RT - scores_RT, mask_RT))
+
+
+def write_weight(tensors: BatchedDataDict[Any], weight: float, rows: Sequence[int], key: str = TEACHER_WEIGHTS) -> None:
+    """Write the factor of the distillation loss of some rows, if it is not 1."""
+    if weight == 1:
+        return
+    if key not in tensors:
+        tensors[key] = torch.ones(tensors.size)
+    tensors[key][list(rows)] = weight
 
 
 def _write_rows(tensors: BatchedDataDict[Any], columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:

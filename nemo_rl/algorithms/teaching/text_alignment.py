@@ -24,7 +24,7 @@ from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts, batch_of
 from nemo_rl.algorithms.teaching.teachers import TeacherRoutes, write_scores
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.data.messages.encoding import encode_continuation
+from nemo_rl.data.messages.encoding import begins_with_bos, encode_continuation, encode_text
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.models.policy.interfaces import ScoringModel
@@ -126,6 +126,8 @@ class AlignedTeacher:
     """Tokenizer of the policy."""
     longest: int
     """Largest number of tokens of a row of the teacher."""
+    weight: float = 1.0
+    """Factor of the advantages (`write_scores`)."""
 
     name = "teacher_logprob_inference"
 
@@ -149,7 +151,8 @@ class AlignedTeacher:
         """
         tensors = batch.tensors
         indices = self.routes.rows_of(self.role, batch.rows)
-        read = {index: self._read(tensors, index, batch.rows[index]) for index in indices}
+        reader = TextReader(self.prompts, self.student, self.longest)
+        read = {index: reader.read(tensors, index, batch.rows[index]) for index in indices}
         known = {index: row for index, row in read.items() if row is not None}
         metrics = {
             f"{self.role}/num_rows": float(len(indices)),
@@ -162,10 +165,27 @@ class AlignedTeacher:
             found_RT = self.teacher.get_logprobs(batch_of([row.token_ids for row in known.values()]))["logprobs"]
             for place, (index, row) in enumerate(known.items()):
                 row.add_differences(scores_RT[indices.index(index)], found_RT[place])
-        return metrics | {f"{self.role}/reverse_kl": write_scores(tensors, scores_RT, indices)}
+        return metrics | {f"{self.role}/reverse_kl": write_scores(tensors, scores_RT, indices, self.weight)}
 
-    def _read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory) -> "TeacherRow | None":
-        """Return a row in the teacher's tokens, or None if the teacher cannot read it."""
+
+@dataclass(frozen=True)
+class TextReader:
+    """Reads samples in the tokens of a teacher with another tokenizer."""
+
+    prompts: TeacherPrompts
+    """Prompts in the teacher's tokens."""
+    student: TokenizerType
+    """Tokenizer of the policy."""
+    longest: int
+    """Largest number of tokens of a row of the teacher."""
+
+    def read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory | None) -> "TeacherRow | None":
+        """Return a row of a batch in the teacher's tokens, or None if the teacher cannot read it.
+
+        Raises:
+            DataError: The sample has several responses, or its prompt is not that of its row.
+        """
+        assert row is not None, "written rows are read by WrittenReader"
         if sum("generation_logprobs" in message for message in row.message_log) != 1:
             raise DataError(
                 f"row {row.idx}: a sample has several responses, or none. A teacher with another tokenizer compares "
@@ -241,3 +261,69 @@ def _spelled(ids: Sequence[int], tokenizer: TokenizerType, text: bytes) -> list[
 
 def _moved(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
+
+
+@dataclass(frozen=True)
+class WrittenReader:
+    """Reads written rows of text in the tokens of a teacher with another tokenizer.
+
+    The end of the sequence is that of the teacher, and a special token of both is itself. The teacher reads the names
+    of all other special tokens, such as those of a chat template.
+    """
+
+    student: TokenizerType
+    """Tokenizer of the policy."""
+    teacher: TokenizerType
+    longest: int
+    """Largest number of tokens of a row of the teacher."""
+
+    def read(self, tensors: BatchedDataDict[Any], index: int, row: Trajectory | None) -> TeacherRow | None:
+        """Return a row of a batch in the teacher's tokens, or None if its tokens spell no text.
+
+        Its spans are those whose tokens all count.
+        """
+        ids = tensors["input_ids"][index, : int(tensors["input_lengths"][index])].tolist()
+        start = int(bool(ids) and ids[0] == self.student.bos_token_id)
+        found = [self.teacher.bos_token_id] if begins_with_bos(self.teacher) else []
+        spans: list[tuple[slice, slice]] = []
+        for place, part in self._parts(ids, start):
+            own = [spelling(self.student)(token) for token in part]
+            alone = self._alone(part[0])
+            try:
+                others = [alone] if alone is not None else _encoded(b"".join(own), self.teacher, first=not found)
+                pairs = _ONE if alone is not None else common_spans(own, _spelled(others, self.teacher, b"".join(own)))
+                spans += [(_moved(left, place), _moved(right, len(found))) for left, right in pairs]
+            except ValueError:  # including UnicodeDecodeError
+                return None
+            found += others
+        counted = (tensors["token_mask"][index] != 0).tolist()
+        kept = [(own, other) for own, other in spans if all(counted[own])]
+        return TeacherRow(torch.tensor(found, dtype=torch.int64), kept) if len(found) <= self.longest else None
+
+    def _alone(self, token: int) -> int | None:
+        """Return the teacher's token for a special token of the policy, or None if there is none."""
+        if token == self.student.eos_token_id:
+            return int(self.teacher.eos_token_id)
+        special = self.student.added_tokens_decoder.get(token)
+        known = {each.content: number for number, each in self.teacher.added_tokens_decoder.items()}
+        return None if special is None else known.get(special.content)
+
+    def _parts(self, ids: Sequence[int], start: int) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the position and the tokens of each part: a special token that the teacher has, or those between."""
+        for position in range(start, len(ids) + 1):
+            ends = position == len(ids)
+            if ends or self._alone(ids[position]) is not None:
+                if position > start:
+                    yield start, ids[start:position]
+                if not ends:
+                    yield position, ids[position : position + 1]
+                start = position + 1
+
+
+_ONE = ((slice(0, 1), slice(0, 1)),)
+
+
+def _encoded(text: bytes, tokenizer: TokenizerType, *, first: bool) -> list[int]:
+    """Return the tokens of a text, which is the beginning of a row or follows other tokens."""
+    found: list[int] = (encode_text if first else encode_continuation)(text.decode(), tokenizer).tolist()
+    return found

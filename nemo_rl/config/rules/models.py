@@ -318,6 +318,8 @@ def check_teachers(
         yield from _check_self_distillation(given.self_distillation, {**teachers, **given.endpoints}, policy)
     for name, teacher in teachers.items():
         yield from check_teacher(f"teachers.{name}", teacher)
+        if teacher.projection_matrix_path is not None:
+            yield f"teachers.{name}.projection_matrix_path is for distillation. Leave it out: GRPO compares texts."
     if given.asks_endpoints and policy.generation is not None and policy.generation.temperature != 1:
         yield (
             f"{place}.endpoints: an endpoint scores at temperature 1, but policy.generation.temperature="
@@ -340,6 +342,12 @@ def _check_names_of_teachers(given: OnPolicyDistillationConfig, teachers: Mappin
             yield f"{place}.enabled=false, but {place}.{key} is set. Set {place}.enabled=true, or leave it out."
     for name in given.endpoints.keys() & teachers.keys():
         yield f"{place}.endpoints.{name} and teachers.{name} have one name. Rename one of them."
+    for name, weight in given.teacher_weights.items():
+        own = known.get(name)
+        if own == name and (name not in teachers or teachers[name].weight == weight):
+            continue
+        where = f"Set teachers.{own}.weight." if own in teachers else f"There are: {', '.join(known)}."
+        yield f"{place}.teacher_weights.{name}={weight:g} is for no teacher of this name without a section. {where}"
     alias, overrides = given.default_teacher_alias, given.non_colocated_teachers.teacher_overrides
     for key, names in (
         ("default_teacher_alias", [alias] if alias is not None else []),
@@ -392,21 +400,50 @@ def _check_scores_of_teachers(grpo: GRPOConfig, policy: PolicyConfig) -> Finding
         )
 
 
-def check_distillation_loss(loss: DistillationLossConfig) -> Findings:
+def check_distillation_loss(loss: DistillationLossConfig, place: str = "loss_fn") -> Findings:
     """Check that the weight of the mixed loss keeps both of its parts."""
     if loss.mixed_kl_weight not in (0.0, 1.0):
         return
     alone = "forward" if loss.mixed_kl_weight == 1 else "reverse"
     if loss.kl_type == "mixed":
         yield (
-            f"loss_fn.mixed_kl_weight={loss.mixed_kl_weight:g} leaves only the {alone} part of loss_fn.kl_type=mixed. "
-            f"Set loss_fn.kl_type={alone}, or a weight between 0 and 1."
+            f"{place}.mixed_kl_weight={loss.mixed_kl_weight:g} leaves only the {alone} part of {place}.kl_type=mixed. "
+            f"Set {place}.kl_type={alone}, or a weight between 0 and 1."
         )
     if loss.kl_type == "jensen_shannon":
         yield (
-            f"loss_fn.mixed_kl_weight={loss.mixed_kl_weight:g} makes the divergence of loss_fn.kl_type=jensen_shannon "
+            f"{place}.mixed_kl_weight={loss.mixed_kl_weight:g} makes the divergence of {place}.kl_type=jensen_shannon "
             "always 0. Set a weight between 0 and 1."
         )
+
+
+def check_other_tokenizers(
+    loss: DistillationLossConfig, teachers: Mapping[str, TeacherConfig], policy: PolicyConfig, place: str = "loss_fn"
+) -> Findings:
+    """Check the keys of a distillation whose teachers may have other tokenizers.
+
+    Args:
+        teachers: sections of the teachers by name.
+        place: name of the section of the loss.
+    """
+    both = f"{place}.gold_loss or {place}.xtoken_loss"
+    if loss.gold_loss and loss.xtoken_loss:
+        yield f"{place}.gold_loss=true and {place}.xtoken_loss=true compare tokens in two ways. Set one to false."
+    if loss.crosses_tokenizers and loss.zero_outside_topk:
+        yield (
+            f"{place}.zero_outside_topk=true has no meaning with {place}.gold_loss and {place}.xtoken_loss, which "
+            "compare all other tokens as one. Set it to false."
+        )
+    if loss.crosses_tokenizers and policy.is_vlm and place == "loss_fn":
+        yield f"{both} renders prompts of text. Set policy.tokenizer.use_processor=false."
+    if not loss.crosses_tokenizers:
+        if loss.vocab_topk is not None and place == "loss_fn":
+            yield f"{place}.vocab_topk={loss.vocab_topk} is for {both}. Set distillation.topk_logits_k instead."
+        if loss.exact_token_match_only:
+            yield f"{place}.exact_token_match_only=true is for {both}. Set one of them to true, or it to false."
+    for name, teacher in teachers.items():
+        if teacher.projection_matrix_path is not None and not loss.xtoken_loss:
+            yield f"{name}.projection_matrix_path is for {place}.xtoken_loss=true. Set it, or leave the file out."
 
 
 type ModelKeys = Iterable[tuple[str, str, PolicyConfig]]

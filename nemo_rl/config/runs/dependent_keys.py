@@ -32,9 +32,15 @@ from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.engines import ranks_of_engine
 from nemo_rl.config.rules.topology import plan_topology, trained
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, PPOMasterConfig, RolloutMasterConfig
+from nemo_rl.config.runs.rollouts import (
+    DistillationMasterConfig,
+    GRPOMasterConfig,
+    MasterConfig,
+    PPOMasterConfig,
+    RolloutMasterConfig,
+)
 from nemo_rl.config.runs.run import RunConfig
-from nemo_rl.config.runs.teachers import teacher_sections
+from nemo_rl.config.runs.teachers import at_temperature, teacher_sections
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig, AsyncRLConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RewardedTrainingConfig, RolloutTrainingConfig
@@ -57,6 +63,9 @@ def fill_dependent_keys(config: RunConfig) -> None:
         section.compile_layers = bool(section.compile_layers)  # compiled layers do not call modules
     if isinstance(config, GRPOMasterConfig):
         config.teachers = teacher_sections(config.on_policy_distillation, config.teachers, config.policy)
+    if isinstance(config, DistillationMasterConfig) and config.loss_fn.crosses_tokenizers:
+        config.teacher = at_temperature(config.teacher, config.policy)
+        config.teachers = {name: at_temperature(each, config.policy) for name, each in config.teachers.items()}
     _fill_paths(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))

@@ -15,6 +15,7 @@ from nemo_rl.config.rules.models import (
     check_distillation_loss,
     check_images,
     check_judges,
+    check_other_tokenizers,
     check_placements,
     check_second_models,
     check_teacher,
@@ -442,6 +443,11 @@ class DistillationMasterConfig(RolloutMasterConfig):
         return self.distillation
 
     @property
+    def sections_of_teachers(self) -> dict[str, TeacherConfig]:
+        """Return the sections of all teachers by the names of their models in the run."""
+        return {"teacher": self.teacher, **{f"teachers.{name}": each for name, each in self.teachers.items()}}
+
+    @property
     @override
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
         return {"loss_fn": self.loss_fn, "distillation.rollout_source": self.distillation.rollout_source}
@@ -459,6 +465,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
             check_lengths(self.policy, self.data),
             check_generation(self.policy, self.policy_cluster),
             check_distillation_loss(self.loss_fn),
+            check_other_tokenizers(self.loss_fn, self.sections_of_teachers, self.policy),
             check_early_stop("distillation", self.distillation),
             check_ranking_metric("distillation", self.distillation, self.checkpointing, self.data),
             check_data(self.data, self.env),

@@ -1,6 +1,6 @@
 """Define the master configurations of SFT, DPO and reward-model training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import ClassVar, override
 
@@ -14,6 +14,7 @@ from nemo_rl.config.base.names import (
     SFT_VALIDATION_METRICS,
 )
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.models import check_distillation_loss, check_other_tokenizers, check_teacher
 from nemo_rl.config.rules.overlap import check_rollout_runners
 from nemo_rl.config.rules.supervised import (
     check_best_metric,
@@ -25,6 +26,7 @@ from nemo_rl.config.rules.supervised import (
     check_supervised,
 )
 from nemo_rl.config.runs.rollouts import MasterConfig
+from nemo_rl.config.schema.algorithms.distillation import TeacherConfig, TeacherLossConfig
 from nemo_rl.config.schema.algorithms.supervised import (
     DPOConfig,
     PairPolicyConfig,
@@ -114,6 +116,12 @@ class SFTMasterConfig(SupervisedMasterConfig):
     """The algorithm."""
     loss_fn: SFTLossConfig = Field(default_factory=SFTLossConfig)
     """The loss."""
+    teacher: TeacherConfig | None = None
+    """A teacher that predicts the tokens of the rows, in addition to the rows themselves. null: none."""
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Further teachers of all rows, by any name. Their divergences are added, each with its weight."""
+    teacher_loss_fn: TeacherLossConfig = Field(default_factory=TeacherLossConfig)
+    """The loss of a run with teachers, in place of loss_fn."""
     checkpointing: SFTCheckpointingConfig = Field(default_factory=SFTCheckpointingConfig)
     """Saving and resuming."""
 
@@ -123,7 +131,34 @@ class SFTMasterConfig(SupervisedMasterConfig):
             super().findings(),
             check_language_model(self.policy),
             check_datasets(self.data, RESPONSE_DATASET_NAMES),
+            self._of_teachers(),
         )
+
+    @property
+    def sections_of_teachers(self) -> dict[str, TeacherConfig]:
+        """Return the sections of all teachers by the names of their models in the run."""
+        first = {} if self.teacher is None else {"teacher": self.teacher}
+        return {**first, **{f"teachers.{name}": each for name, each in self.teachers.items()}}
+
+    def _of_teachers(self) -> Findings:
+        teachers, place = self.sections_of_teachers, "teacher_loss_fn"
+        if not teachers:
+            return
+        for name, teacher in teachers.items():
+            yield from check_teacher(name, teacher)
+        yield from check_distillation_loss(self.teacher_loss_fn, place)
+        yield from check_other_tokenizers(self.teacher_loss_fn, teachers, self.policy, place)
+        if self.policy.is_vlm:
+            yield "teacher and teachers read rows of text. Set policy.tokenizer.use_processor=false."
+
+    @override
+    def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
+        yield from super().unused()
+        sections = ["teacher", "teachers"]
+        if self.sections_of_teachers:
+            yield "loss_fn", sections, "the loss is teacher_loss_fn"
+        else:
+            yield "teacher_loss_fn", sections, "there is no teacher"
 
 
 class DPOMasterConfig(SupervisedMasterConfig):

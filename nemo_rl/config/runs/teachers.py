@@ -23,11 +23,11 @@ def teacher_sections(
         for name, teacher in given.routes(own).items():
             if teacher == name and name not in sections and name not in given.endpoints:
                 sections[name] = _section(given, name, policy)
-    return {name: _at_temperature(section, policy) for name, section in sections.items()}
+    return {name: at_temperature(section, policy) for name, section in sections.items()}
 
 
-def _at_temperature(section: TeacherConfig, policy: PolicyConfig) -> TeacherConfig:
-    """Return a section whose log-probabilities are those at the policy's sampling temperature."""
+def at_temperature(section: TeacherConfig, policy: PolicyConfig) -> TeacherConfig:
+    """Return the section of a teacher whose log-probabilities are those at the policy's sampling temperature."""
     if policy.generation is None:
         return section
     sampler = {"temperature": policy.generation.temperature, "max_new_tokens": policy.generation.max_new_tokens}
@@ -38,6 +38,7 @@ def _section(given: OnPolicyDistillationConfig, name: str, policy: PolicyConfig)
     model = given.teacher_model_by_agent_name[name]
     values = policy.model_dump(exclude=set(_OF_TRAINING))
     values |= {"model_name": model, "trust_remote_code": False}
+    values["weight"] = given.teacher_weights.get(name, 1.0)
     values["tokenizer"] = {**values["tokenizer"], "name": model}
     values["dtensor_cfg"]["lora_cfg"]["enabled"] = False
     values["megatron_cfg"]["peft"]["enabled"] = False

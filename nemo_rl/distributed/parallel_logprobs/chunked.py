@@ -218,6 +218,8 @@ class TopK:
     """Number of largest logits that are kept."""
     vocab_size: int | None = None
     """Only ids below this number are considered, for output heads with more rows than tokens. If None, all ids."""
+    temperature: float | None = None
+    """If set, return log-probabilities at this temperature, over all ids that are considered, instead of logits."""
 
 
 @torch.no_grad()
@@ -258,10 +260,27 @@ def topk_logits(
     return logits_Nk, ids_Nk
 
 
+def _normalized(logits_nk: Tensor, lse_n: Tensor, top: TopK) -> Tensor:
+    """Return the kept logits, or their log-probabilities if a temperature is set.
+
+    Args:
+        lse_n: `logsumexp(x / temperature)` over all ids.
+    """
+    return logits_nk if top.temperature is None else logits_nk / top.temperature - lse_n[:, None]
+
+
+def _lse(x_nV: Tensor, top: TopK) -> Tensor:
+    """Return `logsumexp(x / temperature)`, or zeros if no temperature is set."""
+    if top.temperature is None:
+        return x_nV.new_zeros(x_nV.shape[0])
+    return torch.logsumexp(x_nV / top.temperature, dim=-1)
+
+
 def topk_of(logits_NV: Tensor, top: TopK) -> tuple[Tensor, Tensor]:
     """Compute `topk_logits` from given logits, in their dtype but at least in float32."""
-    logits_Nk, ids_Nk = widen(logits_NV[:, : top.vocab_size]).topk(top.k, dim=-1)
-    return logits_Nk, ids_Nk
+    x_NV = widen(logits_NV[:, : top.vocab_size])
+    logits_Nk, ids_Nk = x_NV.topk(top.k, dim=-1)
+    return _normalized(logits_Nk, _lse(x_NV, top), top), ids_Nk
 
 
 def _topk_of_all(x_nV: Tensor, top: TopK, head: OutputHead) -> tuple[Tensor, Tensor]:
@@ -281,4 +300,7 @@ def _topk_of_all(x_nV: Tensor, top: TopK, head: OutputHead) -> tuple[Tensor, Ten
         for candidates in (F.pad(logits_nk, missing, value=-math.inf), F.pad(columns_nk + head.first_id, missing))
     ]
     best_nk, where_nk = of_all[0].topk(top.k, dim=-1)
-    return best_nk, of_all[1].gather(-1, where_nk)
+    lse_n = _lse(x_nV[:, :num_here], top)  # -inf on a rank without ids
+    if top.temperature is not None:
+        lse_n = torch.logsumexp(all_gather(lse_n[:, None], 1, head.group, partial_gradient=False), dim=-1)
+    return _normalized(best_nk, lse_n, top), of_all[1].gather(-1, where_nk)

@@ -64,9 +64,9 @@ class ScoringModel(Protocol):
         """Score every token under the initial weights of the run."""
 
     def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, *, vocab_size: int | None = None
+        self, data: BatchedDataDict[Any], k: int, *, vocab_size: int | None = None, temperature: float | None = None
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Return the k largest logits after every token, with their ids."""
+        """Return the k largest logits, or log-probabilities at a temperature, after every token, with their ids."""
 
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
         """Score stored rows, and keep the scores in the object store."""

@@ -266,6 +266,7 @@ class Policy(PolicyInterface):
         micro_batch_size: int | None = None,
         *,
         vocab_size: int | None = None,
+        temperature: float | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
         """Return the k largest logits after every token, for distillation, at temperature 1 and unfiltered.
 
@@ -273,6 +274,8 @@ class Policy(PolicyInterface):
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
             micro_batch_size: Number of rows of a rank's microbatch. If None, as configured.
             vocab_size: Only token ids below this number are considered (an output head may have more rows than tokens).
+            temperature: If given, return log-probabilities at this temperature, over the considered ids, in place of
+                logits.
 
         Returns:
             `topk_logits [B, T, k]` float32, largest first, and `topk_indices [B, T, k]` int64, in the order of the
@@ -282,7 +285,8 @@ class Policy(PolicyInterface):
         if rows == 0:
             empty = torch.zeros((0, width, k))
             return BatchedDataDict({"topk_logits": empty, "topk_indices": empty.long()})
-        sharded, parts = self._run_scoring("get_topk_logits", data, micro_batch_size, k=k, vocab_size=vocab_size)
+        which = {"k": k, "vocab_size": vocab_size, "temperature": temperature}
+        sharded, parts = self._run_scoring("get_topk_logits", data, micro_batch_size, **which)
         logits, indices = (sharded.restore(tensors) for tensors in zip(*parts, strict=True))
         return BatchedDataDict({"topk_logits": logits, "topk_indices": indices})
 

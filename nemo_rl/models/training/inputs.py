@@ -30,6 +30,7 @@ from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.host.device import to_device
+from nemo_rl.losses.cross_tokenizer import candidates_of
 from nemo_rl.models.expert_routing import laid_out
 from nemo_rl.models.training.shared_prefixes import share_prefixes, spread
 
@@ -140,9 +141,21 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
         rows: Keys of a training batch, and `teacher_topk_indices [b, T, k]`. Position t belongs to the distribution
             after token t.
     """
-    inputs = _each_place(build_training_inputs(rows, layout, device))  # the teacher's tokens differ by row
+    return _with_several_targets(rows, rows["teacher_topk_indices"], layout, device)
+
+
+def build_candidate_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
+    """Lay out the rows for scores of the candidates of all teachers, as `build_distillation_inputs` does."""
+    return _with_several_targets(rows, candidates_of(rows), layout, device)
+
+
+def _with_several_targets(
+    rows: BatchedDataDict[Any], targets: Tensor, layout: InputLayout, device: torch.device
+) -> ModelInputs:
+    """Lay out the rows for scores of several tokens at each position."""
+    inputs = _each_place(build_training_inputs(rows, layout, device))  # the targets of shared tokens differ by row
     num_rows, width = inputs.shape
-    indices = to_device(rows["teacher_topk_indices"][:, :width], device)
+    indices = to_device(targets[:, :width], device)
     targets_Kk = indices.reshape(num_rows * width, -1).index_select(0, inputs.places_K).long()
     return replace(inputs, targets_K=targets_Kk, unfiltered=True)
 

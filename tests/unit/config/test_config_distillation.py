@@ -96,6 +96,15 @@ def test_a_teacher_section_as_long_as_a_policy_section_is_accepted() -> None:
         (["distillation.stop_at_validation_metric=accuracy"], r"needs both distillation\.stop_at"),
         (["policy.generation=null"], r"policy\.generation is null, but the policy samples answers"),
         (["distillation.topk_logits=3"], "topk_logits_k"),
+        (["loss_fn.gold_loss=true", "loss_fn.xtoken_loss=true"], "compare tokens in two ways"),
+        (["loss_fn.gold_loss=true", "loss_fn.zero_outside_topk=true"], "zero_outside_topk=true has no meaning with"),
+        (["loss_fn.vocab_topk=9"], r"vocab_topk=9 is for loss_fn\.gold_loss.* Set distillation\.topk_logits_k"),
+        (["loss_fn.exact_token_match_only=true"], "exact_token_match_only=true is for loss_fn.gold_loss"),
+        (
+            ["loss_fn.gold_loss=true", "teacher.projection_matrix_path=pyproject.toml"],
+            r"teacher\.projection_matrix_path is for loss_fn\.xtoken_loss",
+        ),
+        (["loss_fn.xtoken_loss=true", "cluster.rollout_runners=1"], "works with GRPO only"),
         (["data.validation=null"], r"distillation\.val_period=10 requests validation"),
     ],
 )
@@ -124,3 +133,11 @@ def test_a_separate_teacher_takes_its_share_of_the_machines(cluster, resources, 
     assert (topology.policy_nodes, topology.policy_ranks_per_node) == student
     assert (own.num_nodes, own.policy_ranks_per_node) == teacher
     assert shared["policy"] is shared["teacher"] is machines
+
+
+def test_teachers_with_other_tokenizers_score_at_the_temperature_of_the_student() -> None:
+    keys = ("policy.generation.temperature=0.7", "teachers.code={model_name: examples/assets/tiny-teacher}")
+    config = load("distillation_math_cpu.yaml", "loss_fn.gold_loss=true", *keys)
+    for teacher in config.sections_of_teachers.values():
+        assert teacher.generation is not None and teacher.generation.temperature == 0.7
+    assert load("distillation_math_cpu.yaml", *keys).teacher.generation is None

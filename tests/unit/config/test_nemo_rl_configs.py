@@ -206,7 +206,7 @@ NOT_BUILT = {
         "data.train.allowed_problem_types=[a]",
         "data.custom_dataloader=a.b",
     ),
-    "distillation": ("loss_fn.gold_loss=true", "loss_fn.vocab_topk=8192"),
+    "distillation": ("loss_fn.ce_loss_scale=0.1", "loss_fn.kd_loss_mode=averaged_logits"),
     "eval": ("tokenizer.video={num_frames: 32}",),
 }
 

@@ -8,9 +8,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.names import PartName
 from nemo_rl.config.base.section import derived
-from nemo_rl.config.base.value_types import Amount, AmountOrMinusOne, Count
+from nemo_rl.config.base.value_types import Amount, AmountOrMinusOne, Count, Factor, FactorOrZero
 from nemo_rl.config.schema.algorithms.rollout_training import Epochs, RolloutTrainingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import OptimizerConfig, SchedulerConfig
@@ -18,7 +19,7 @@ from nemo_rl.config.schema.model.policy import SchedulerList
 from nemo_rl.config.schema.named_part import NamedPartConfig
 from nemo_rl.config.schema.second_model import SecondModelConfig
 
-CROSS_TOKENIZER = "distillation across tokenizers"
+OFF_POLICY = "distillation on written texts, and several teachers of one sample"
 
 
 class DistillationConfig(RolloutTrainingConfig):
@@ -48,15 +49,14 @@ class DistillationLossConfig(NamedPartConfig):
 
     later: ClassVar[dict[str, str]] = dict.fromkeys(
         (
-            *("alpha", "ce_loss_scale", "dynamic_loss_scaling", "exact_token_match_only", "gold_loss", "kd_loss_mode"),
-            *("kl_loss_weight", "normalize_teacher_by_vocab", "projection_matrix_paths", "reverse_kl"),
-            *("student_vocab_size", "sum_weights_metric", "teacher_gold_loss", "teacher_vocab_sizes"),
-            *("teacher_weights", "teacher_xtoken_loss", "temperature", "uncommon_topk", "vocab_topk", "xtoken_loss"),
+            *("alpha", "ce_loss_scale", "dynamic_loss_scaling", "kd_loss_mode", "normalize_teacher_by_vocab"),
+            *("projection_matrix_paths", "reverse_kl", "student_vocab_size", "sum_weights_metric"),
+            *("teacher_gold_loss", "teacher_vocab_sizes", "teacher_weights", "teacher_xtoken_loss", "temperature"),
         ),
-        CROSS_TOKENIZER,
+        OFF_POLICY,
     )
     neutral: ClassVar[dict[str, tuple[float | str, ...]]] = {
-        **dict.fromkeys(("alpha", "kl_loss_weight", "temperature"), (1.0,)),
+        **dict.fromkeys(("alpha", "temperature"), (1.0,)),
         "kd_loss_mode": ("sum",),
     }
 
@@ -72,6 +72,43 @@ class DistillationLossConfig(NamedPartConfig):
     zero_outside_topk: bool = False
     """true: treat the teacher's probability outside its top-k as 0, and compare over the whole vocabulary; false:
     compare both models only within the top-k."""
+    gold_loss: bool = False
+    """Allow teachers with other tokenizers. Tokens with equal texts are compared one by one, all others by the sizes of
+    their probabilities."""
+    xtoken_loss: bool = False
+    """Allow teachers with other tokenizers. Tokens of both are grouped into classes of tokens that begin with the same
+    text, or as teacher.projection_matrix_path has them, and classes are compared."""
+    vocab_topk: Count | None = None
+    """With gold_loss or xtoken_loss: number of most likely tokens of each model that are compared at the beginning of
+    a text that both models know; null: distillation.topk_logits_k."""
+    uncommon_topk: Annotated[Count | None, OnlyWith("gold_loss")] = None
+    """Number of most likely tokens in no class that are compared by size; null: as vocab_topk."""
+    exact_token_match_only: bool = False
+    """With gold_loss or xtoken_loss: compare only where the next text is one token of both models."""
+    kl_loss_weight: FactorOrZero = 1.0
+    """With gold_loss or xtoken_loss: factor of the divergence over tokens or classes that both models have."""
+    uncommon_loss_weight: Annotated[FactorOrZero, OnlyWith("gold_loss")] = 1.0
+    """Factor of the difference of the sorted probabilities of all other tokens."""
+
+    @property
+    def crosses_tokenizers(self) -> bool:
+        """Return True if teachers may have other tokenizers."""
+        return self.gold_loss or self.xtoken_loss
+
+
+class TeacherLossConfig(DistillationLossConfig):
+    """The divergence between teacher and student at each token of written texts."""
+
+    later: ClassVar[dict[str, str]] = {
+        key: feature for key, feature in DistillationLossConfig.later.items() if key != "ce_loss_scale"
+    }
+    idle: ClassVar[dict[str, str]] = {"zero_outside_topk": "all other tokens are compared as one"}
+
+    vocab_topk: Count | None = 64
+    """Number of most likely tokens of each model that are compared at the beginning of a text that both models know.
+    null: 64."""
+    ce_loss_scale: FactorOrZero = 0.1
+    """Factor of the negative log-likelihood of the texts, which is added."""
 
 
 class TeacherConfig(SecondModelConfig):
@@ -87,6 +124,11 @@ class TeacherConfig(SecondModelConfig):
         "the teacher is frozen and only scores",
     )
 
+    weight: Factor = 1.0
+    """Factor of what the policy learns from this teacher: of the loss in distillation, of the advantages in GRPO."""
+    projection_matrix_path: str | None = None
+    """With loss_fn.xtoken_loss: file of classes of tokens, which tools/make_projection.py makes; null: classes are made
+    at the start of the run."""
     precision: Literal["bfloat16", "float16", "float32"] = derived("${policy.precision}")
     """Number format of the forward pass."""
     train_global_batch_size: Count = derived("${policy.train_global_batch_size}")

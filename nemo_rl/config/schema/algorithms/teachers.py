@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from nemo_rl.config.base.section import Section
-from nemo_rl.config.base.value_types import Count, Workers
+from nemo_rl.config.base.value_types import Count, Factor, Workers
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.config.schema.model.parallel import BackendSection
 
@@ -122,6 +122,9 @@ class OnPolicyDistillationConfig(Section):
     teachers that have another vocabulary, compare the shortest texts that end between two tokens of both."""
     deduplicate_shared_teacher_checkpoints: bool = True
     """Load a model that several names have only once."""
+    teacher_weights: dict[str, Factor] = Field(default_factory=dict)
+    """Factor of the advantages of a teacher, by its name in teacher_model_by_agent_name or endpoints; others have 1. An
+    entry of teachers has its own weight."""
     non_colocated_teachers: SeparateTeachersConfig = Field(default_factory=SeparateTeachersConfig)
     """Devices of teachers that do not share the policy's devices."""
     endpoints: dict[str, TeacherEndpointConfig] = Field(default_factory=dict)

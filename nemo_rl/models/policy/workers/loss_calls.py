@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.cross_tokenizer import COLUMNS
 from nemo_rl.losses.loss_function import (
     AnyLossFunction,
     LossFunction,
@@ -30,6 +31,7 @@ from nemo_rl.losses.loss_function import (
 from nemo_rl.models.training.inputs import (
     InputLayout,
     ModelInputs,
+    build_candidate_inputs,
     build_distillation_inputs,
     build_score_inputs,
     build_training_inputs,
@@ -43,6 +45,7 @@ _BUILDERS: dict[LossInputType, BuildInputs] = {
     LossInputType.LOGPROB: build_training_inputs,
     LossInputType.VALUE: build_training_inputs,
     LossInputType.DISTILLATION: build_distillation_inputs,
+    LossInputType.CANDIDATES: build_candidate_inputs,
 }
 
 
@@ -56,6 +59,8 @@ def extra_keys(loss_fn: AnyLossFunction) -> tuple[str, ...]:
     keys = ["reference_policy_logprobs"] if getattr(loss_fn, "needs_reference", False) else []
     if input_type_of(loss_fn) is LossInputType.DISTILLATION:
         keys += ["teacher_topk_logits", "teacher_topk_indices"]
+    if input_type_of(loss_fn) is LossInputType.CANDIDATES:
+        keys += COLUMNS
     return tuple(keys)
 
 
@@ -78,9 +83,9 @@ def call_loss(
         loss_fn: The loss. It receives `[b, T - 1]` log-probabilities or values, or `[b, 1]` scores of sequences. For
             distillation it receives the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, the
             teacher's log-probabilities, normalised over these k tokens, and the student's negative entropy over the
-            whole vocabulary `[b, T - 1]`.
+            whole vocabulary `[b, T - 1]`. A loss of candidates receives their log-probabilities `[b, T - 1, k]`.
         inputs: Inputs of the forward.
-        scores: `[K]`, or `[K, k]` for distillation.
+        scores: `[K]`, or `[K, k]` for distillation and for losses of candidates.
         entropy_K: Entropy of the distribution at each scored position.
         rows: The microbatch, on the model's device.
         global_valid: Numbers of valid sequences and valid tokens of the global batch.
@@ -102,7 +107,7 @@ def check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:
     Raises:
         ConfigError: The policy does not prepare it.
     """
-    prepared = [LossInputType.LOGPROB, LossInputType.DISTILLATION]
+    prepared = [LossInputType.LOGPROB, LossInputType.DISTILLATION, LossInputType.CANDIDATES]
     if config.reward_model_cfg.enabled:
         prepared = [LossInputType.LOGIT, LossInputType.VALUE]
     wanted = input_type_of(loss_fn)

@@ -100,7 +100,12 @@ class ScoringWorker:
         return self._given(scores)
 
     def get_topk_logits(
-        self, data: BatchedDataDict[Any], sizes: Sequence[int], k: int, vocab_size: int | None = None
+        self,
+        data: BatchedDataDict[Any],
+        sizes: Sequence[int],
+        k: int,
+        vocab_size: int | None = None,
+        temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the k largest logits after every token of this rank's rows, under the current weights.
 
@@ -108,11 +113,12 @@ class ScoringWorker:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
             sizes: Number of rows of each microbatch.
             vocab_size: Only token ids below this number are considered. If None, all are.
+            temperature: If given, return log-probabilities at this temperature instead of logits.
 
         Returns:
             `[b, T, k]` float32 and `[b, T, k]` int64 on the CPU, largest first; 0 on padding.
         """
-        top = TopK(k, vocab_size)
+        top = TopK(k, vocab_size, temperature)
         microbatches = split_rows(data, sizes)
         inputs = [build_topk_inputs(rows, top, self._layout, self.backend.device) for rows in microbatches]
         logits: list[Tensor] = []

@@ -141,7 +141,7 @@ def test_scores_and_gradients_of_a_divided_vocabulary_equal_the_whole(world_size
         assert none[0].shape == (0,) and not any(grad.any() for grad in none[1:])
 
 
-TOPS = [TopK(5), TopK(5, 40), TopK(20, 21), TopK(9, 13), TopK(V)]
+TOPS = [TopK(5), TopK(5, 40), TopK(20, 21), TopK(9, 13), TopK(V), TopK(9, 13, 0.7), TopK(5, temperature=1.0)]
 
 
 def _largest(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
@@ -163,7 +163,10 @@ def test_the_largest_logits_of_a_divided_vocabulary_equal_the_whole(world_size) 
     logits = 9.0 * torch.tanh(0.5 * (hidden @ weight.t() + bias) / 9.0)
     for results in run_ranks(_largest, world_size):
         for top, (values, ids) in zip(TOPS, results, strict=True):
-            want = logits[:, : top.vocab_size].topk(top.k)
+            considered = logits[:, : top.vocab_size]
+            if top.temperature is not None:
+                considered = torch.log_softmax(considered / top.temperature, dim=-1)
+            want = considered.topk(top.k)
             assert torch.equal(ids, want.indices)
             torch.testing.assert_close(values, want.values, rtol=0, atol=1e-12)
 

@@ -13,6 +13,8 @@ from policy_helpers import (
 )
 
 from nemo_rl.config import DistillationLossConfig
+from nemo_rl.losses.cross_tokenizer import IN_NO_CLASS, NO_SPAN, NOWHERE, WITHOUT_SLOT, CrossTokenizerLossFn
+from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.losses.supervised import LOG_TEACHER_OUTSIDE, DistillationLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
@@ -84,6 +86,21 @@ def test_topk_logits_equal_those_of_the_model(arch, layout, tmp_path) -> None:
     assert not logits[~real].any() and not indices[~real].any()
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_log_probabilities_at_a_temperature_are_those_of_the_model(layout, tmp_path) -> None:
+    data = random_batch(rows=5, width=24)
+    with torch.no_grad():
+        full = hf_logits(tiny_model("qwen2", tie=True).eval(), data)
+    config = policy_config(save_tiny_model(tmp_path / "m", tie=True), **LAYOUTS[layout])
+    with process_group():
+        worker = PolicyWorker(DTensorBackend(config, CPU, init_optimizer=False), config)
+        for vocab_size in (None, 50):
+            logprobs, indices = topk(worker, config, data, vocab_size=vocab_size, temperature=TEMPERATURE)
+            want = torch.log_softmax(full[..., :vocab_size] / TEMPERATURE, -1)
+            real = torch.arange(24)[None] < data["input_lengths"][:, None]
+            torch.testing.assert_close(logprobs[real], want.gather(-1, indices)[real], rtol=0, atol=2e-4)
+
+
 def test_only_ids_of_the_vocabulary_compete(tmp_path) -> None:
     config = policy_config(save_tiny_model(tmp_path / "m"), train_micro_batch_size=5)
     data = random_batch(rows=5, width=24)
@@ -114,14 +131,52 @@ def reference(model, data, zero: bool) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def loss_of(setting: str) -> DistillationLossFn:
+def loss_of(setting: str) -> AnyLossFunction:
+    if setting == "candidates":
+        return CANDIDATE_LOSS
     return DistillationLossFn(DistillationLossConfig.build(**SETTINGS[setting]))
+
+
+def candidate_batch(rows: int = 6):
+    """Make a training batch in which spans of one or two tokens have random candidates in random slots."""
+    data = random_batch(rows=rows, width=24)
+    gen = torch.Generator().manual_seed(4)
+    following = torch.nn.functional.pad(data["input_ids"][:, 1:], (0, 1))[..., None]
+    ids = torch.rand(rows, 24, VOCAB, generator=gen).argsort(-1)[..., :8]
+    starts = torch.arange(24).expand(rows, 24).clone()
+    starts[:, 5] = 4
+    data["candidate_ids"] = torch.cat([following, ids], -1)
+    data["candidate_slots"] = torch.tensor([NOWHERE, 0, 0, 1, 2, 2, IN_NO_CLASS, IN_NO_CLASS, NOWHERE]).expand(
+        rows, 24, 9
+    )
+    data["candidate_log_weights"] = torch.zeros(rows, 24, 9)
+    data["teacher_slots"] = torch.log_softmax(torch.randn(rows, 24, 4, generator=gen), -1)[..., :3]
+    data["teacher_sorted"] = torch.tensor([0.1, 0.02]).expand(rows, 24, 2)
+    data["span_starts"] = starts
+    data["span_slots"] = torch.full((rows, 24), NO_SPAN)
+    data["span_slots"][:, 4] = WITHOUT_SLOT
+    data["span_logprobs"] = torch.full((rows, 24), -3.0)
+    return data
+
+
+def candidate_reference(model, data) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss of candidates from full-vocabulary log-softmaxes in float64, and its gradients."""
+    model = model.double()
+    log_p = torch.log_softmax(hf_logits(model, data)[:, :-1] / TEMPERATURE, dim=-1)
+    scores = log_p.gather(-1, data["candidate_ids"][:, :-1])
+    count = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+    loss, _ = CANDIDATE_LOSS(scores, data=data, global_valid_seqs=data["sample_mask"].sum(), global_valid_toks=count)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+CANDIDATE_LOSS = CrossTokenizerLossFn(DistillationLossConfig.build(kl_type="jensen_shannon"))
 
 
 def _train(rank: int, world_size: int, name: str, values: dict, setting: str) -> dict:
     config = policy_config(name, generation={"temperature": TEMPERATURE, "top_k": 2, "top_p": 0.5}, **values)
     worker = PolicyWorker(DTensorBackend(config, CPU), config)
-    data = teacher_batch()
+    data = candidate_batch() if setting == "candidates" else teacher_batch()
     batch = shard_batch(data, world_size, training_strategy(config))
     grads: dict[str, torch.Tensor] = {}
 
@@ -137,10 +192,14 @@ def _train(rank: int, world_size: int, name: str, values: dict, setting: str) ->
     return {"loss": result.loss, "grads": grads, "metrics": result.metrics}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [*SETTINGS, "candidates"])
 def test_every_layout_gives_the_same_loss_and_gradients(setting, tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m", "qwen3", tie=True)
-    want_loss, want_grads = reference(tiny_model("qwen3", tie=True).eval(), teacher_batch(), setting == "zeroed")
+    model = tiny_model("qwen3", tie=True).eval()
+    if setting == "candidates":
+        want_loss, want_grads = candidate_reference(model, candidate_batch())
+    else:
+        want_loss, want_grads = reference(model, teacher_batch(), setting == "zeroed")
     scale = {key: grad.abs().max().item() for key, grad in want_grads.items()}
     metrics = []
     for layout, values in LAYOUTS.items():
@@ -154,7 +213,7 @@ def test_every_layout_gives_the_same_loss_and_gradients(setting, tmp_path) -> No
         metrics.append(got["metrics"])
     for other in metrics[1:]:
         assert other == pytest.approx(metrics[0], rel=1e-4)
-    assert 0 < metrics[0]["student_topk_mass"] < 1
+    assert 0 < metrics[0]["matched_mass" if setting == "candidates" else "student_topk_mass"] < 1
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
