@@ -34,15 +34,17 @@ def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, plan: AttentionP
     """
     if scoring.dropout:
         raise ConfigError(
-            f"policy.zero_mismatch=true cannot drop attention weights, and the model drops {scoring.dropout:g} of them. "
-            "Set policy.hf_config_overrides.attention_dropout=0."
+            f"policy.zero_mismatch=true cannot drop attention weights, and the model drops {scoring.dropout:g} of "
+            "them. Set policy.hf_config_overrides.attention_dropout=0."
         )
     pieces, cuts = plan.pieces, list(plan.cut(query, key, value))
     order = sorted(range(len(pieces)), key=lambda number: _size_class(pieces[number]))
     parts: dict[int, Tensor] = {}
     for _, group in groupby(order, key=lambda number: _size_class(pieces[number])):
         numbers = list(group)
-        outputs = _attend_together([pieces[number] for number in numbers], [cuts[number] for number in numbers], scoring)
+        outputs = _attend_together(
+            [pieces[number] for number in numbers], [cuts[number] for number in numbers], scoring
+        )
         parts.update(zip(numbers, outputs, strict=True))
     return torch.cat([parts[number] for number in range(len(pieces))], dim=2)
 
@@ -93,7 +95,9 @@ class _Batch:
         if self.scoring.softcap is not None:
             raw = torch.tanh(raw / self.scoring.softcap) * self.scoring.softcap
         place_t = torch.arange(first_query, first_query + query.shape[3], device=query.device)
-        distance = self.first_b[:, None, None] + place_t[:, None] - (start + torch.arange(key.shape[2])).to(query.device)
+        distance = (
+            self.first_b[:, None, None] + place_t[:, None] - (start + torch.arange(key.shape[2])).to(query.device)
+        )
         seen = distance >= 0
         if self.scoring.window is not None:
             seen &= distance < self.scoring.window
@@ -112,9 +116,7 @@ class _BlockAttention(torch.autograd.Function):
     """Attention of a batch, with weights that are computed again in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: _Batch
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: _Batch) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         q, k, v = _grouped(query.to(wide), key.shape[1]), _in_blocks(key.to(wide)), _in_blocks(value.to(wide))
         largest = q.new_full(q.shape[:-1], _LOWEST)
