@@ -20,7 +20,8 @@ def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Finding
     if backend is None:
         yield (
             f"{_KEY} needs an engine with the layers of the trainer, and policy.generation.backend="
-            f"{generation.backend} has kernels of its own. Set it to hf (with dtensor_cfg) or megatron (with megatron_cfg)."
+            f"{generation.backend} has kernels of its own. Set it to hf (with dtensor_cfg) or megatron (with "
+            "megatron_cfg)."
         )
     elif backend != policy.backend_key:
         yield (
@@ -33,7 +34,7 @@ def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Finding
             f"policy.generation.engine.precision={engine.precision}. Set the latter to auto."
         )
     for key in policy.adapter_keys:
-        yield f"{_KEY}: engines get weights with merged adapters, which round otherwise. Set policy.{key}.enabled=false."
+        yield f"{_KEY}: engines get merged adapters, which round otherwise. Set policy.{key}.enabled=false."
     if policy.is_vlm:
         yield f"{_KEY} is for rows of text, and policy.is_vlm=true. Set it to false."
     if policy.dtensor_cfg.enabled and policy.dtensor_cfg.compile_layers:
