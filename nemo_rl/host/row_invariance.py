@@ -6,6 +6,9 @@ sequence. `compute_rows_alike` replaces the matrix products of this process by p
 test on this processor shows to be needed. Missing rows are zeros. It also selects attention in blocks
 (`attention.blocks`), because the order of its sums would depend on the length of a row.
 
+Kernels of single elements compute vectors, and the elements after the last whole vector of a thread one by one. Some
+functions then have other last bits (`_OF_ELEMENTS`). Their arguments are padded to whole vectors in each thread.
+
 Invariant: after `compute_rows_alike`, a row of a product depends only on the same row of the left factor and on the
 right factor. The inner size is not divided, so tensor-parallel ranks that divide it compute other bits than one rank.
 """
@@ -26,6 +29,12 @@ _TRIED_SIZES = ((64, 48), (576, 192), (576, 1536), (1536, 576), (48, 131))
 """Inner and outer sizes of tried products."""
 _TRIED_LENGTHS = (9, 33, 64, 100, 257)
 """Numbers of rows of tried products."""
+_OF_ELEMENTS = ("silu", "gelu", "sigmoid", "softplus", "rsqrt", "mish", "elu", "hardswish")
+"""Functions of single elements whose kernels for vectors and for elements may differ in the last bits."""
+_ELEMENTS = 64
+"""Number of elements of the two vectors that a kernel computes at once: with AVX-512, vectors have 32 bfloat16."""
+_SHARE_OF_THREAD = 32_768
+"""Smallest number of elements for which torch uses another thread (`at::internal::GRAIN_SIZE`)."""
 _LIBRARY: list[torch.library.Library] = []
 """The replacements, which exist as long as this object."""
 
@@ -48,7 +57,12 @@ def compute_rows_alike() -> None:
     _LIBRARY.append(library)
     for name, factor, axis in (("mm", 0, 0), ("addmm", 1, 0), ("bmm", 0, 1), ("baddbmm", 1, 1)):
         kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-        library.impl(name, _with_rows(kernel, rows, factor, axis), "CPU", with_keyset=True)
+        compute = _with_rows(kernel, rows, factor, axis)
+        library.impl(name, compute, "CPU", with_keyset=True)
+        library.impl(f"{name}.out", _into(compute), "CPU", with_keyset=True)
+    for name in _OF_ELEMENTS:
+        kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+        library.impl(name, _in_whole_vectors(kernel), "CPU", with_keyset=True)
     logger.info("Matrix products have at least %d rows, so that the bits of a row do not depend on others.", rows)
 
 
@@ -68,6 +82,42 @@ def _with_rows(kernel: Any, least: int, factor: int, axis: int) -> Callable[...,
         return padded.narrow(axis, 0, rows)
 
     return compute
+
+
+def _into(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel that writes the result of another one into its argument `out`."""
+
+    def into(keyset: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        return out.copy_(compute(keyset, *args, **kwargs))
+
+    return into
+
+
+def _in_whole_vectors(kernel: Any) -> Callable[..., Tensor]:
+    """Return a kernel of single elements that adds elements until each thread has whole vectors."""
+
+    def compute(keyset: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        count = x.numel()
+        size = _whole_vectors(count)
+        if size == count and x.is_contiguous():
+            whole: Tensor = kernel.call_boxed(keyset, x, *args, **kwargs)
+            return whole
+        flat = x.new_ones(size)
+        flat[:count] = x.reshape(-1)
+        padded: Tensor = kernel.call_boxed(keyset, flat, *args, **kwargs)
+        return padded[:count].view(x.shape)
+
+    return compute
+
+
+def _whole_vectors(count: int) -> int:
+    """Return the smallest number of elements from `count` on that gives each thread whole vectors."""
+    while True:
+        threads = min(torch.get_num_threads(), -(-count // _SHARE_OF_THREAD)) or 1
+        missing = -count % (_ELEMENTS * threads)
+        if not missing:
+            return count
+        count += missing
 
 
 def _longer(x: Tensor, axis: int, rows: int) -> Tensor:
