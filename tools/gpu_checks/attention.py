@@ -13,7 +13,7 @@ from gpu_checks.bench import Bench
 from gpu_checks.report import Finding
 from nemo_rl.models.attention import Scoring
 from nemo_rl.models.attention.flash_attn import flash_attention, why_not_3
-from nemo_rl.models.dtensor.attention import varlen_attention
+from nemo_rl.models.attention.registered import varlen_attention
 from nemo_rl.models.generation.continuous import TokenCache
 
 LENGTHS = [37, 1, 64, 90]

@@ -13,7 +13,7 @@ from gpu_checks.bench import Bench, Rows, laid_out, packed, policy_config, rando
 from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import TINY, TINY_ON_CPU
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.dtensor.attention import varlen_attention
+from nemo_rl.models.attention.registered import varlen_attention
 from nemo_rl.models.policy.batching import training_strategy
 from nemo_rl.models.training.shared_prefixes import SharedPrefixes
 

@@ -235,7 +235,7 @@ def make_probe(
         policy,
         engines,
         refitter,
-        generation.weight_sync.max_mult_prob_error,
+        1.0 if config.zero_mismatch else generation.weight_sync.max_mult_prob_error,
         cluster.timeouts.weight_sync_s,
         max(formats, key=ROUNDING.__getitem__),
     )

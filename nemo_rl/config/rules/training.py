@@ -11,6 +11,7 @@ from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.megatron import check_engine_formats, check_fp8_training, check_offloading
 from nemo_rl.config.rules.models import check_backend, check_one_layout, check_trainable
 from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
+from nemo_rl.config.rules.zero_mismatch import check_zero_mismatch
 from nemo_rl.config.schema.algorithms.grpo import FROM_REWARDS, GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.rollout_training import (
@@ -402,6 +403,7 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     """Check that training and generation each have a backend and devices."""
     yield from check_backend("policy", policy)
     yield from check_trainable(policy)
+    yield from check_zero_mismatch(policy, cluster)
     generation = policy.generation
     if policy.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg.enabled=true makes a model that cannot sample answers. Set it to false."

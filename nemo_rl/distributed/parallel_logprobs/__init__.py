@@ -15,7 +15,7 @@ from nemo_rl.distributed.parallel_logprobs.chunked import (
     topk_logits,
     topk_of,
 )
-from nemo_rl.distributed.parallel_logprobs.density import SamplingDensity, apply_top_k_top_p
+from nemo_rl.distributed.parallel_logprobs.density import SamplingDensity, apply_top_k_top_p, log_normalizer
 from nemo_rl.distributed.parallel_logprobs.head import LogitTransform, default_chunk_size, initial_head, scalar_outputs
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "apply_top_k_top_p",
     "default_chunk_size",
     "initial_head",
+    "log_normalizer",
     "logprobs_from_logits",
     "scalar_outputs",
     "token_logprobs",

@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_rl.distributed.parallel_logprobs.density import SamplingDensity, columns, logits_of_density
+from nemo_rl.distributed.parallel_logprobs.density import (
+    SamplingDensity,
+    columns,
+    log_normalizer,
+    logits_of_density,
+)
 from nemo_rl.distributed.parallel_logprobs.fusion import fused_on_gpu
 from nemo_rl.distributed.parallel_logprobs.head import PLAIN, LogitTransform, OutputHead, default_chunk_size, widen
 from nemo_rl.distributed.ranks.collectives import Group, all_gather, all_reduce
@@ -82,7 +87,7 @@ def logprobs_from_logits(
 
 def _statistics(x_nV: Tensor, columns_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits in the columns `[n, k]`, `logsumexp(x)` `[n]`, and the mean of x under `softmax(x)` `[n]`."""
-    lse_n = torch.logsumexp(x_nV, dim=-1)
+    lse_n = log_normalizer(x_nV)
     p_nV = (x_nV - lse_n[:, None]).exp()
     # # A filtered token has p = 0 and x = -inf. The limit of its term p*x is 0.
     return x_nV.gather(-1, columns_nk), lse_n, torch.where(p_nV > 0, p_nV * x_nV, 0.0).sum(dim=-1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.distributed.ranks.collectives import Group, all_gather, part_of
+from nemo_rl.host.row_invariance import rows_are_alike
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -82,6 +83,17 @@ def apply_top_k_top_p(logits_NV: Tensor, top_k: int | None, top_p: float) -> tup
         keep_NV = ~drop_NV if keep_NV is None else keep_NV & ~drop_NV
         logits_NV = logits_NV.masked_fill(drop_NV, -math.inf)
     return logits_NV, keep_NV
+
+
+def log_normalizer(x_NV: Tensor) -> Tensor:
+    """Return `logsumexp(x)` `[N]`.
+
+    If rows are alike (`row_invariance`), it comes from `log_softmax`, which sums each row in one thread. The sum in
+    `logsumexp` is divided among threads if there are few rows.
+    """
+    if rows_are_alike():
+        return x_NV.amax(dim=-1) - x_NV.log_softmax(dim=-1).amax(dim=-1)
+    return torch.logsumexp(x_NV, dim=-1)
 
 
 def logits_of_density(logits_nV: Tensor, targets_n: Tensor, density: SamplingDensity, group: Group) -> Tensor:

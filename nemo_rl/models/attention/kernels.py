@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_rl.host.row_invariance import rows_are_alike
+from nemo_rl.models.attention.blocks import attend_in_blocks
 from nemo_rl.models.attention.flash_attn import Kernel, find_kernel
 from nemo_rl.models.attention.plan import AttentionPlan, PieceRun, Scoring
 
@@ -33,6 +35,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
     Returns:
         `[b, H, T, D_v]`.
     """
+    if rows_are_alike():
+        return attend_in_blocks(query, key, value, plan, scoring)
     plan = plan.within(scoring.window)
     sees_all = scoring.window is None or scoring.window >= key.shape[2]
     plain = plan.is_one_triangle and scoring.is_plain and sees_all

@@ -1,142 +1,31 @@
-"""Compute attention for training, on padded rows, packed rows and rows divided over ranks, and check the function.
+"""Choose the attention of a model for training, and check the registered function on the model.
 
-transformers calls the function, which is registered as `VARLEN_ATTENTION`. Keyword arguments of the model's forward say
-which tokens belong together: `cu_seq_lens_q` for packed rows (`models.training.inputs`), or `divided_row` for rows that
-several ranks share.
-
-Invariant: token i of a sequence attends only to tokens j <= i of the same sequence within the layer's sliding window.
-Unsupported arguments are refused. The layer's window replaces its mask (`_window_mask`), because some architectures do
-not pass the window as a separate argument.
-
-`choose_attention` uses the registered function only if a check on the model passes. The check scores two sequences
-twice: padded, by the model's own attention, and in the layout of training (packed, padded or divided), by the
-registered function. The outputs differ if a mask contains more than causality and windows, or if tokens interact
-outside attention, as in state-space or convolution layers. They also differ if the model builds masks or positions
-itself. Sliding windows are shortened during the check, so that its two short sequences are longer than the windows.
+`choose_attention` uses the registered function (`attention.registered`) only if a check on the model passes. The check
+scores two sequences twice: padded, by the model's own attention, and in the layout of training (packed, padded or
+divided), by the registered function. The outputs differ if a mask contains more than causality and windows, or if
+tokens interact outside attention, as in state-space or convolution layers. They also differ if the model builds masks
+or positions itself. Sliding windows are shortened during the check, so that its two short sequences are longer than the
+windows.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.data.common_prefixes import Prefixes
-from nemo_rl.models.attention.kernels import attend
-from nemo_rl.models.attention.plan import AttentionPlan, PackedRow, Piece, Scoring, plan_of_row
+from nemo_rl.models.attention.plan import AttentionPlan, Piece
+from nemo_rl.models.attention.registered import VARLEN_ATTENTION, register_varlen_attention
 from nemo_rl.models.huggingface.load import WITHOUT_PACKING, attention_of_parts
 from nemo_rl.models.huggingface.recurrent import respect_borders
 from nemo_rl.models.training.inputs import packed_model_inputs
 from nemo_rl.models.training.shared_prefixes import share_prefixes
 from nemo_rl.utils.errors import ConfigError
-
-VARLEN_ATTENTION = "nemo_rl_varlen"
-_WITHOUT_EFFECT = ("cache_position", "cu_seq_lens_k", "position_ids", "seq_idx")
-"""Tensors that models pass to every attention function, and that change no score. All others are refused, because a
-bias or a choice of keys (`block_indices` of MiniMax-M3) that is left out may only show in rows longer than a test's."""
-
-
-class DividedRow(Protocol):
-    """A row whose tokens are on other ranks or in another order than attention needs."""
-
-    plan: AttentionPlan
-    """The pieces of the row, as positions in the tensors that `enter` returns."""
-
-    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Redistribute query, key and value `[b, H, t, D]` over the ranks, and order their tokens as `plan` expects."""
-
-    def leave(self, out: Tensor) -> Tensor:
-        """Move the output `[b, H, T, D]` back to the queries' ranks and order."""
-
-    def heads_of(self, per_head: Tensor) -> Tensor:
-        """Select the entries of a per-head tensor `[H]` for the heads that `enter` returns."""
-
-
-def varlen_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    divided_row: DividedRow | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Compute causal attention within each segment of a packed row, or within each row that is not packed.
-
-    transformers calls attention functions with this signature.
-
-    Args:
-        module: the attention layer.
-        query: `[b, H, T, D]`; b is 1 for packed rows.
-        key: `[b, H_kv, T, D]`.
-        value: `[b, H_kv, T, D_v]`.
-        attention_mask: the result of `_window_mask`, which is the layer's window as a 0-d int64 tensor, or None. It
-            contains no segment boundaries. They are in `cu_seq_lens_q` or `divided_row`.
-        dropout: attention dropout probability.
-        scaling: factor of the scores; if None, `D ** -0.5`.
-        softcap: bound of the scores; see `Scoring`.
-        s_aux: `[H]` attention sinks; see `Scoring`.
-        cu_seq_lens_q: `[S + 1]` int32 segment boundaries in the packed row; None for plain rows.
-        max_length_q: length of the longest segment.
-        divided_row: a row that is divided over ranks: its segments, and functions that move its tokens.
-        **kwargs: other arguments of the model; tensors are refused, because they may change the scores.
-
-    Returns:
-        `([b, T, H, D_v] output, None)`.
-
-    Raises:
-        ConfigError: the layer passes an argument that this attention does not support.
-    """
-    _refuse_unsupported(module, attention_mask, kwargs)
-    window = None if attention_mask is None else int(attention_mask)
-    scoring = Scoring(scaling, window, softcap, s_aux, dropout)
-    if divided_row is not None:
-        if s_aux is not None:
-            scoring = replace(scoring, sinks=divided_row.heads_of(s_aux))
-        out = attend(*divided_row.enter(query, key, value), divided_row.plan, scoring)
-        out = divided_row.leave(out)
-    elif cu_seq_lens_q is not None:
-        out = attend(query, key, value, PackedRow(cu_seq_lens_q, max_length_q), scoring)
-    else:
-        out = attend(query, key, value, plan_of_row(query.shape[2]), scoring)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    given = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _WITHOUT_EFFECT]
-    if attention_mask is not None and attention_mask.dim() > 0:
-        given.append("a mask of its own")
-    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        given.append("is_causal=False")
-    if given:
-        raise ConfigError(
-            f"{type(module).__name__} passes {', '.join(given)} to its attention, which causal attention within "
-            "sequences does not support."
-        )
-
-
-def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """Return a layer's sliding window instead of its mask. transformers calls this to make the mask."""
-    return None if local_size is None else torch.tensor(local_size)
-
-
-def register_varlen_attention() -> str:
-    """Register the function with transformers, and return its name for `attn_implementation`."""
-    AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
-    AttentionMaskInterface.register(VARLEN_ATTENTION, _window_mask)
-    return VARLEN_ATTENTION
 
 
 def set_attention(model: PreTrainedModel, text_attention: str) -> None:
@@ -444,13 +333,10 @@ def can_share_prompts(probe_model: PreTrainedModel, config: PolicyConfig, forwar
 
 
 __all__ = [
-    "VARLEN_ATTENTION",
     "attention_to_load",
     "can_share_prompts",
     "choose_attention",
-    "register_varlen_attention",
     "use_registered_attention",
-    "varlen_attention",
     "verify_division",
     "verify_packing",
 ]

@@ -33,10 +33,10 @@ from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.attention.flash_attn import use_flash_attention
+from nemo_rl.models.attention.registered import VARLEN_ATTENTION
 from nemo_rl.models.draft.head import load_draft, prepared_draft
 from nemo_rl.models.draft.trainer import DraftRows, DraftTrainer, Taps, build_draft_model
 from nemo_rl.models.dtensor import lora as adapter_io
-from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION
 from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
 from nemo_rl.models.dtensor.checkpoints import training_state

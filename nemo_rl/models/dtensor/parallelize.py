@@ -48,7 +48,7 @@ from transformers.modeling_utils import PreTrainedModel
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs.fusion import has_triton
 from nemo_rl.distributed.ranks.collectives import all_gather
-from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION, varlen_attention
+from nemo_rl.models.attention.registered import VARLEN_ATTENTION, varlen_attention
 from nemo_rl.models.dtensor.expert_parallel import (
     dispatch_over_expert_ranks,
     divide_over_tensor_ranks,

@@ -80,6 +80,11 @@ class TokenCache:
         """Ended rows, starting with the row that ended or was last shared longest ago."""
         self._layers: dict[int, KeysAndValues] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the keys and values of all layers that have been read."""
+        return sum(part.nbytes for layer in self._layers.values() for part in layer)
+
     def cost(self, token_ids: Sequence[int]) -> Cost:
         """Return the number of uncached tokens of a new row, and the number of positions that it would take."""
         other, length = self._longest_start(np.array(token_ids, np.int32))

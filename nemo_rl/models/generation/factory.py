@@ -79,6 +79,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         reports_experts=policy.router_replay.enabled,
         draft=shape_of(policy) if policy.draft.enabled else None,
         media_tokens=sampled_never(policy),
+        zero_mismatch=policy.zero_mismatch,
         trains_mtp=proposes_by_trained_layers(policy),
     )
 

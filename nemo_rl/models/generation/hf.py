@@ -1,12 +1,16 @@
-"""Run a plain Hugging Face model as an `Engine`, with left-padded batches and the cache of `transformers`.
+"""Run a plain Hugging Face model as an `Engine`.
 
-The engine decodes one batch after another. When it is idle, all waiting requests form a batch. Later requests wait for
-the next batch. The rows of a batch are aligned at the right, and each step adds a token to every row until all rows are
-finished. The engine is simple, small and exact, but slow.
+`HfEngine` decodes one left-padded batch after another with the cache of `transformers`. When it is idle, all waiting
+requests form a batch. Later requests wait for the next batch. The rows of a batch are aligned at the right, and each
+step adds a token to every row until all rows are finished. It is simple, small and exact, but slow, and serves every
+architecture.
+
+`ContinuousHfEngine` reads one packed row of new tokens in a pass, with the attention of the trainer and a cache of its
+own (`continuous.TokenCache`). With `row_invariance`, its log-probabilities have the bits of the trainer's.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, override
 
 import torch
@@ -17,12 +21,15 @@ from nemo_rl.data.images.rows import require_images
 from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has_position_rule, position_ids
 from nemo_rl.files.trusted_code import may_run
 from nemo_rl.models.accepted_rows import require_parameters
+from nemo_rl.models.attention.kernels import CachedPass
+from nemo_rl.models.attention.registered import register_varlen_attention
+from nemo_rl.models.generation.continuous import ContinuousEngine, TokenCache
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
 from nemo_rl.models.generation.rows import RowsEngine
 from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
-from nemo_rl.models.huggingface.load import auto_class, files_of, hold_in_float32, load_model_config
+from nemo_rl.models.huggingface.load import attention_of_parts, auto_class, files_of, hold_in_float32, load_model_config
 from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, require_finite
@@ -97,12 +104,14 @@ class BatchedEngine(RowsEngine):
         return unbound
 
 
-class HfEngine(BatchedEngine):
-    """One Hugging Face model."""
+class HfWeights:
+    """A Hugging Face model that receives weights.
 
-    accepts_inputs = True
+    Args:
+        settings: Settings of the engine.
+    """
 
-    def __init__(self, settings: EngineSettings):
+    def __init__(self, settings: EngineSettings) -> None:
         self._device = torch.device(settings.device)
         kind: Any = auto_class(load_model_config(settings.model_name))
         files = files_of(settings.model_name)
@@ -117,11 +126,67 @@ class HfEngine(BatchedEngine):
         use_configured_time_steps(model)
         self._model = model.to(self._device).eval()
         require_finite(dict(model.named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
-        super().__init__(settings, self._model.get_input_embeddings().weight.shape[0])
-        self._cache: DynamicCache | None = None
-        self._mask = self._position_ids = torch.empty(0)
         self._received: set[str] = set()
         self._held: dict[str, torch.Tensor] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        size: int = self._model.get_input_embeddings().weight.shape[0]
+        return size
+
+    def start_loading(self) -> None:
+        """Prepare to receive every tensor (`SteppedEngine.start_loading`)."""
+        self._received, self._held = set(), {}
+
+    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load some of the new tensors. Those that are converted together are kept until all have arrived."""
+        if converts(self._model):
+            self._held |= {name: tensor.clone() for name, tensor in tensors}
+        else:
+            self._copy(tensors)
+
+    @torch.no_grad()
+    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = self._model.state_dict()
+        for name, tensor in tensors:
+            if name not in own:
+                raise GenerationError(f"The engine's model has no tensor named {name}.")
+            own[name].copy_(tensor)
+            self._received.add(name)
+
+    def put_in_force(self) -> list[str]:
+        """Complete the loaded weights, where tied parameters count once (`RowsEngine.put_in_force`)."""
+        self._copy(in_memory(self._model, list(self._held), self._held.pop))
+        expected = {name for name, _ in self._model.named_parameters()}
+        return sorted(expected - self._received)
+
+    @torch.inference_mode()
+    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """Return a prompt's hidden states after each layer (`Engine.layer_outputs`)."""
+        with recorded_outputs(decoder_layers(self._model)) as outputs:
+            self._model(torch.tensor([token_ids], device=self._device), use_cache=False)
+        return outputs
+
+    async def sleep(self) -> None:
+        """Move the weights to the host (`Engine.sleep`)."""
+        self._model.to("cpu")
+
+    async def wake_up(self) -> None:
+        """Move the weights to the device (`Engine.wake_up`)."""
+        self._model.to(self._device)
+
+
+class HfEngine(HfWeights, BatchedEngine):
+    """One Hugging Face model, which reads left-padded batches."""
+
+    accepts_inputs = True
+
+    def __init__(self, settings: EngineSettings) -> None:
+        HfWeights.__init__(self, settings)
+        BatchedEngine.__init__(self, settings, self.vocab_size)
+        self._cache: DynamicCache | None = None
+        self._mask = self._position_ids = torch.empty(0)
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """Queue a request. The model's body must have parameters for all inputs of the row."""
@@ -183,43 +248,53 @@ class HfEngine(BatchedEngine):
     def forget(self) -> None:
         self._cache = None
 
-    @override
-    def start_loading(self) -> None:
-        self._received, self._held = set(), {}
 
-    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load some of the new tensors. Those that are converted together are kept until all have arrived."""
-        if converts(self._model):
-            self._held |= {name: tensor.clone() for name, tensor in tensors}
-        else:
-            self._copy(tensors)
+class ContinuousHfEngine(HfWeights, ContinuousEngine):
+    """One Hugging Face model, which reads packed rows with the attention of the trainer.
 
-    @torch.no_grad()
-    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        own = self._model.state_dict()
-        for name, tensor in tensors:
-            if name not in own:
-                raise GenerationError(f"The engine's model has no tensor named {name}.")
-            own[name].copy_(tensor)
-            self._received.add(name)
+    Raises:
+        GenerationError: The cache has less room than the longest row needs.
+    """
 
-    def put_in_force(self) -> list[str]:
-        """Complete the loaded weights, where tied parameters count once (`RowsEngine.put_in_force`)."""
-        self._copy(in_memory(self._model, list(self._held), self._held.pop))
-        expected = {name for name, _ in self._model.named_parameters()}
-        return sorted(expected - self._received)
+    def __init__(self, settings: EngineSettings) -> None:
+        HfWeights.__init__(self, settings)
+        self._model.set_attn_implementation(attention_of_parts(self._model.config, register_varlen_attention()))
+        size = settings.kv_cache_bytes
+        assert size is not None, "the configuration allows this engine on CPUs only"
+        cache = TokenCache(size // self._token_bytes(), self._device)
+        ContinuousEngine.__init__(self, settings, self.vocab_size, cache)
 
-    @override
     @torch.inference_mode()
-    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        with recorded_outputs(decoder_layers(self._model)) as outputs:
-            self._model(torch.tensor([token_ids], device=self._device), use_cache=False)
-        return outputs
+    def _token_bytes(self) -> int:
+        """Return the bytes of one token in the cache, which a pass with one token shows."""
+        cache = TokenCache(1, self._device)
+        cache.enter("a", [0])
+        self._logits(cache.read({"a": []}))
+        return cache.num_bytes
+
+    def _logits(self, step: CachedPass) -> Tensor:
+        output = self._model(
+            input_ids=step.token_ids[None],
+            position_ids=step.positions[None],
+            use_cache=False,
+            cached_pass=step,
+            logits_to_keep=step.last,
+        )
+        logits_bV: Tensor = output.logits[0]
+        return logits_bV
 
     @override
-    async def sleep(self) -> None:
-        self._model.to("cpu")
+    def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor:
+        return self._logits(self._cache.read(rows))
 
     @override
-    async def wake_up(self) -> None:
-        self._model.to(self._device)
+    def enter(self, row: str, token_ids: Sequence[int]) -> None:
+        self._cache.enter(row, token_ids)
+
+    @override
+    def leave(self, rows: Sequence[str]) -> None:
+        self._cache.leave(rows)
+
+    @override
+    def clear(self) -> None:
+        self._cache.clear()

@@ -265,6 +265,8 @@ class EngineSettings:
     """Sizes of the draft model that is trained with the policy. None without such a model."""
     media_tokens: tuple[int, ...] = ()
     """Ids of the tokens that stand for images, which are never drawn. Empty if the engine reads text only."""
+    zero_mismatch: bool = False
+    """Whether log-probabilities must have the trainer's bits (`host.row_invariance`)."""
     trains_mtp: bool = False
     """Whether the policy's own multi-token-prediction layers propose tokens. Every sync sends these layers."""
 

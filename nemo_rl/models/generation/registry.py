@@ -48,6 +48,8 @@ class EngineKind:
     replica_paths: tuple[str, str] | None = None
     """Dotted paths of two classes, for engines of several replicas: the class of the engine's first worker, and that of
     the first workers of all other replicas."""
+    path_without_mismatch: str | None = None
+    """Dotted path of the class for `EngineSettings.zero_mismatch`, if it is another one."""
     check: str | None = None
     """Dotted path of a function of the sections `policy` and `cluster`. It runs before any worker starts, and raises a
     `ConfigError` if the engine cannot serve the model. It imports no engine library."""
@@ -87,7 +89,12 @@ ENGINES = {
         arguments=vllm_arguments,
         drops_weights=lambda generation: generation.vllm_cfg.sleep_level == 2,
     ),
-    "hf": EngineKind("nemo_rl.models.generation.hf.HfEngine", accepts_inputs=True),
+    "hf": EngineKind(
+        "nemo_rl.models.generation.hf.HfEngine",
+        path_without_mismatch="nemo_rl.models.generation.hf.ContinuousHfEngine",
+        check="nemo_rl.models.generation.hf_check.check_model",
+        accepts_inputs=True,
+    ),
     "megatron": EngineKind(
         "nemo_rl.models.generation.megatron.engine.MegatronEngine",
         rank_path="nemo_rl.models.generation.megatron.engine.MegatronRank",
@@ -158,7 +165,7 @@ def make_engine(settings: EngineSettings, place: int = 0) -> Engine:
 def _class_at(settings: EngineSettings, place: int) -> type:
     """Return the class of the worker at a position in an engine. The worker at position 0 gets the requests."""
     kind, what = engine_kind(settings.backend), _named(settings.backend)
-    path = kind.rank_path if place else None
+    path = kind.rank_path if place else kind.path_without_mismatch if settings.zero_mismatch else None
     if settings.num_replicas > 1 and place % settings.replica_size == 0 and kind.replica_paths:
         path = kind.replica_paths[min(place, 1)]
     if path is None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p
+from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p, log_normalizer
+from nemo_rl.host.row_invariance import rows_are_alike
 from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
@@ -34,7 +35,7 @@ def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams, banned: 
     if sampling.temperature > 0:
         logits_V = logits_V / sampling.temperature
     filtered_V, _ = apply_top_k_top_p(logits_V, sampling.top_k, sampling.top_p)
-    return filtered_V.log_softmax(-1)
+    return filtered_V - log_normalizer(filtered_V) if rows_are_alike() else filtered_V.log_softmax(-1)
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from nemo_rl.distributed.ranks.process_group import outlive_failed_groups
+from nemo_rl.host.row_invariance import compute_rows_alike
 from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
     COLLECT_POLL_S,
@@ -52,6 +53,8 @@ class GenerationWorker:
         outlive_failed_groups()  # failed groups of weight syncs
         self._rank = int(os.environ["RANK"])
         index, place = engine_of(self._rank, settings.num_workers)
+        if settings.zero_mismatch:
+            compute_rows_alike()
         self._engine = make_engine(settings, place)
         self._take_load: Callable[[], EngineLoad | None] = getattr(self._engine, "take_load", lambda: None)
         self._accepted = engine_rows(settings.backend)

@@ -226,6 +226,9 @@ class PolicyConfig(Section):
     """Packing of sequences."""
     reward_model_cfg: RewardModelConfig = Field(default_factory=RewardModelConfig)
     """A scalar head, for reward models."""
+    zero_mismatch: bool = False
+    """Compute log-probabilities with the same bits in engine and trainer, on CPUs, with policy.generation.backend=hf or
+    megatron. The first batch after the start is compared, and a single other bit ends the run."""
     router_replay: RouterReplayConfig = Field(default_factory=RouterReplayConfig)
     """Replay of the engine's choice of experts."""
     draft: Annotated[DraftConfig, BeforeValidator(lambda section: {} if section is None else section)] = Field(

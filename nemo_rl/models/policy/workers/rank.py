@@ -35,6 +35,7 @@ from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.boundary import in_background
 from nemo_rl.host.capacity import usable_cores
 from nemo_rl.host.device import device_for
+from nemo_rl.host.row_invariance import compute_rows_alike
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics
 from nemo_rl.models.batch_rows import BatchRows
 from nemo_rl.models.policy.workers.costs import PassCosts, pass_costs
@@ -333,6 +334,8 @@ class PolicyRank(PolicyWorker):
     def __init__(self, config: PolicyConfig, settings: WorkerSettings) -> None:
         torch.set_num_threads(settings.threads())
         transformers_logging.disable_progress_bar()
+        if config.zero_mismatch:
+            compute_rows_alike()
         device = device_for(settings.uses_gpu)
         torch_device = device.activate()
         backend_class = import_dotted(

@@ -12,7 +12,7 @@ from nemo_rl.models.attention import flash_attn
 from nemo_rl.models.attention.flash_attn import flash_attention, use_flash_attention
 from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, Piece, Scoring, plan_of_row
-from nemo_rl.models.dtensor.attention import varlen_attention
+from nemo_rl.models.attention.registered import varlen_attention
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast

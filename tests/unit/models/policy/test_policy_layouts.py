@@ -15,7 +15,8 @@ from policy_helpers import (
 )
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
+from nemo_rl.models.attention.registered import register_varlen_attention
+from nemo_rl.models.dtensor.attention import verify_packing
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker, input_layout

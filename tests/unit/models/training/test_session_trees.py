@@ -14,7 +14,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.runners.stored import located, split
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
-from nemo_rl.models.dtensor.attention import register_varlen_attention
+from nemo_rl.models.attention.registered import register_varlen_attention
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.build import Built
 from nemo_rl.models.dtensor.checkpoints.lazy_weights import LazyWeights

@@ -22,8 +22,9 @@ from nemo_rl.data.packing import SHARED_PREFIXES, column_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.models.attention import AttentionPlan
+from nemo_rl.models.attention.registered import register_varlen_attention
 from nemo_rl.models.batch_rows import BatchRows
-from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_shared_prompts
+from nemo_rl.models.dtensor.attention import verify_shared_prompts
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker

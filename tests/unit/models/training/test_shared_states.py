@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_rl.data.common_prefixes import Prefixes
-from nemo_rl.models.dtensor.attention import register_varlen_attention, set_attention, verify_shared_prompts
+from nemo_rl.models.attention.registered import register_varlen_attention
+from nemo_rl.models.dtensor.attention import set_attention, verify_shared_prompts
 from nemo_rl.models.huggingface import recurrent, shared_states
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.recurrent import respect_borders

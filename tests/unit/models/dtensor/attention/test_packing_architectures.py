@@ -7,13 +7,8 @@ from policy_helpers import VOCAB
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from nemo_rl.models.dtensor.attention import (
-    VARLEN_ATTENTION,
-    register_varlen_attention,
-    use_registered_attention,
-    verify_division,
-    verify_packing,
-)
+from nemo_rl.models.attention.registered import VARLEN_ATTENTION, register_varlen_attention
+from nemo_rl.models.dtensor.attention import use_registered_attention, verify_division, verify_packing
 from nemo_rl.models.huggingface.load import load_causal_lm
 from nemo_rl.models.training.inputs import packed_model_inputs
 from nemo_rl.utils.errors import ConfigError

@@ -13,13 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import whole
-from nemo_rl.models.dtensor.attention import (
-    register_varlen_attention,
-    set_attention,
-    use_registered_attention,
-    verify_division,
-    verify_packing,
-)
+from nemo_rl.models.attention.registered import register_varlen_attention
+from nemo_rl.models.dtensor.attention import set_attention, use_registered_attention, verify_division, verify_packing
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.recurrent import CORES, SequenceGroups, respect_borders

@@ -1,0 +1,152 @@
+"""Sample with an engine and score with a policy's model in one process, and print how many log-probabilities differ.
+
+The process prints a JSON object for each model type of the command line: number of tokens by number format and layout,
+and how many of them have other bits in the policy's model. `--plain` leaves matrix products as they are.
+"""
+
+import json
+import logging
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity.every_type import save_tiny_model
+from parity.models import VOCABULARY
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from nemo_rl.data.common_prefixes import Prefixes
+from nemo_rl.distributed.parallel_logprobs import SamplingDensity
+from nemo_rl.host.row_invariance import compute_rows_alike
+from nemo_rl.models.attention.registered import register_varlen_attention
+from nemo_rl.models.dtensor.attention import set_attention
+from nemo_rl.models.dtensor.heads import CausalLMWithLogprobs, build_causal_lm
+from nemo_rl.models.generation.hf import ContinuousHfEngine
+from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams
+from nemo_rl.models.huggingface.load import hold_in_float32, load_causal_lm
+from nemo_rl.models.training.inputs import packed_model_inputs
+from nemo_rl.models.training.shared_prefixes import share_prefixes
+
+TEMPERATURE = 0.8
+type Layout = Callable[[CausalLMWithLogprobs, list[Tensor]], list[Tensor]]
+
+
+def main() -> None:
+    """Compare engine and policy for each model type."""
+    types = [name for name in sys.argv[1:] if name != "--plain"]
+    if "--plain" not in sys.argv:
+        compute_rows_alike()
+    for model_type in types:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                save_tiny_model(model_type, Path(folder))
+                save_tokenizer(Path(folder))
+                found: Any = {dtype: compare(folder, dtype) for dtype in ("float32", "bfloat16")}
+            except Exception as error:
+                found = repr(error)[:300]
+        print(json.dumps({model_type: found}), flush=True)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with a word for each id."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w2", pad_token="w0").save_pretrained(folder)
+
+
+def compare(folder: str, dtype: str) -> dict[str, tuple[int, int]]:
+    """Return the number of sampled tokens and of those whose log-probability has other bits, by layout."""
+    prompts, answers, logprobs = sample(folder, dtype)
+    hf = load_causal_lm(folder)
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    hold_in_float32(hf, getattr(torch, dtype))
+    set_attention(hf, register_varlen_attention())
+    model = build_causal_lm(hf.eval())
+    rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    result = {}
+    for name, layout in LAYOUTS.items():
+        with torch.no_grad():
+            scores = layout(model, rows)
+        ours = torch.cat([score[-len(answer) :] for score, answer in zip(scores, answers, strict=True)])
+        result[name] = (len(ours), int((ours != torch.cat(logprobs)).sum()))
+    return result
+
+
+def sample(folder: str, dtype: str) -> tuple[list[list[int]], list[list[int]], list[Tensor]]:
+    """Return prompts, answers and their log-probabilities. Requests come one by one, and share prompts."""
+    settings = EngineSettings("hf", folder, folder, "cpu", dtype, 120, kv_cache_bytes=8 << 20, load_weights=True)
+    engine, rng = ContinuousHfEngine(settings), random.Random(0)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 17, 70, 33)]
+    prompts = [*prompts, *prompts[1:], prompts[2][:65] + [5, 6]]
+    done: dict[str, Any] = {}
+    waiting = list(range(len(prompts)))
+    while len(done) < len(prompts):
+        if waiting and rng.random() < 0.5:
+            number = waiting.pop(0)
+            sampling = SamplingParams(temperature=TEMPERATURE, max_new_tokens=rng.randrange(5, 45))
+            engine.add_request(str(number), GenerationRequest(prompts[number], sampling, seed=number))
+        elif len(waiting) < len(prompts) - len(done):
+            done |= {each.request_id: each for each in engine.step()}
+    ordered = [done[str(number)] for number in range(len(prompts))]
+    return prompts, [each.token_ids for each in ordered], [torch.tensor(each.logprobs) for each in ordered]
+
+
+def scored(
+    model: CausalLMWithLogprobs, inputs: dict[str, Any], places: list[Tensor], rows: list[Tensor]
+) -> list[Tensor]:
+    """Return the log-probabilities of the tokens of rows after their first, whose tokens are at `places`."""
+    targets, positions = torch.cat([row[1:] for row in rows]), torch.cat([each[:-1] for each in places])
+    logprobs, _ = model(inputs, positions, targets, SamplingDensity(TEMPERATURE))
+    return list(logprobs.split([len(row) - 1 for row in rows]))
+
+
+def alone(model: CausalLMWithLogprobs, rows: list[Tensor]) -> list[Tensor]:
+    """Score each row in a pass of its own."""
+    return [scored(model, {"input_ids": row[None]}, [torch.arange(len(row))], [row])[0] for row in rows]
+
+
+def padded(model: CausalLMWithLogprobs, rows: list[Tensor]) -> list[Tensor]:
+    """Score all rows in one padded batch."""
+    ids = pad_sequence(rows, batch_first=True)
+    places = [number * ids.shape[1] + torch.arange(len(row)) for number, row in enumerate(rows)]
+    return scored(model, {"input_ids": ids}, places, rows)
+
+
+def packed(model: CausalLMWithLogprobs, rows: list[Tensor]) -> list[Tensor]:
+    """Score all rows in one packed row."""
+    ends = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    places = [end + torch.arange(len(row)) for end, row in zip(ends, rows, strict=False)]
+    return scored(model, packed_model_inputs(rows), places, rows)
+
+
+def shared(model: CausalLMWithLogprobs, rows: list[Tensor]) -> list[Tensor]:
+    """Score all rows in one packed row, in which rows share the tokens that they begin with."""
+    order = sorted(range(len(rows)), key=lambda number: rows[number].tolist())
+    rows = [rows[number] for number in order]
+    alike = [0] + [
+        next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+        for left, right in zip(rows, rows[1:], strict=False)
+    ]
+    lengths = [len(row) for row in rows]
+    numbers = list(range(len(rows)))
+    layout = share_prefixes(pad_sequence(rows, batch_first=True), lengths, Prefixes(numbers, alike), round_to=1)
+    row_of_token = torch.tensor(numbers).repeat_interleave(torch.tensor(lengths))
+    places = layout.places(row_of_token, torch.cat([torch.arange(length) for length in lengths]))
+    scores = scored(model, layout.model_inputs, list(places.split(lengths)), rows)
+    return [score for _, score in sorted(zip(order, scores, strict=True), key=lambda pair: pair[0])]
+
+
+LAYOUTS: dict[str, Layout] = {"alone": alone, "padded": padded, "packed": packed, "shared": shared}
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    main()
