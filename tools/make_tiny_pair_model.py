@@ -4,7 +4,7 @@ It becomes the teacher of a model with other tokens (docs/algorithms/distillatio
 first the mean of theirs, so the library's SFT has to teach the model its tokens, and sums:
 
     uv run --extra cpu python tools/make_tiny_pair_model.py --output results/tiny-pairs
-    uv run --extra cpu python examples/run_sft.py --config examples/configs/sft_pairs_cpu.yaml
+    uv run --extra cpu python examples/run_sft.py --config examples/use_cases/pairs_sft.yaml
 """
 
 import argparse

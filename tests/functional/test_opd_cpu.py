@@ -99,7 +99,7 @@ def test_a_teacher_with_two_digit_tokens_teaches_a_student_with_single_digits(
     make_pair_model(tmp_path / "untrained")
     chain_data([str(tmp_path / "results/sums")])
     sft = (f"policy.model_name={tmp_path}/untrained",)
-    finished(start_example, "run_sft.py", "sft_pairs_cpu.yaml", sft, tmp_path / "sft")
+    finished(start_example, "run_sft.py", "../use_cases/pairs_sft.yaml", sft, tmp_path / "sft")
     pairs = tmp_path / "sft/checkpoints/step_400/policy/weights/model"
     rate = "policy.optimizer.kwargs.lr=3e-4"
     text = taught_by(start_example, pairs, tmp_path / "text", "on_policy_distillation.compares=text", rate)

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 97_500, "all": 122_600}
-FILES = {"core": 541, "all": 701}
+LINES = {"core": 100_900, "all": 126_500}
+FILES = {"core": 555, "all": 718}
 FOLDERS = 88
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""

@@ -7,11 +7,10 @@ from typing import Protocol
 
 from nemo_rl.config.base.names import PASS_K, REVIEW_METRICS, VALIDATION_METRICS, VERSION_METRICS
 from nemo_rl.config.rules.broken_rules import Findings, nearest_divisors, nearest_multiples
-from nemo_rl.config.rules.engines import check_engines
+from nemo_rl.config.rules.engines import check_engines, check_zero_mismatch
 from nemo_rl.config.rules.megatron import check_engine_formats, check_fp8_training, check_offloading
 from nemo_rl.config.rules.models import check_backend, check_one_layout, check_trainable
 from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
-from nemo_rl.config.rules.zero_mismatch import check_zero_mismatch
 from nemo_rl.config.schema.algorithms.grpo import FROM_REWARDS, GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.rollout_training import (

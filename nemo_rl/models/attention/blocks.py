@@ -61,7 +61,7 @@ def _attend_together(
     queries, keys, values = map(_stacked, zip(*cuts, strict=True))
     rows = cuts[0][0].shape[0]
     first = torch.tensor([piece.keys - piece.queries for piece in pieces], device=queries.device)
-    batch = _Batch(first.repeat_interleave(rows), scoring)
+    batch = _QueryBatch(first.repeat_interleave(rows), scoring)
     out: Tensor = _BlockAttention.apply(queries, keys, values, scoring.sinks, batch)
     return (each[:, :, : piece.queries] for each, piece in zip(out.split(rows), pieces, strict=True))
 
@@ -73,7 +73,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _QueryBatch:
     """How the queries of a batch see keys."""
 
     first_b: Tensor
@@ -116,7 +116,9 @@ class _BlockAttention(torch.autograd.Function):
     """Attention of a batch, with weights that are computed again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: _Batch) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: _QueryBatch
+    ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         q, k, v = _grouped(query.to(wide), key.shape[1]), _in_blocks(key.to(wide)), _in_blocks(value.to(wide))
         largest = q.new_full(q.shape[:-1], _LOWEST)
@@ -144,7 +146,7 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         query, key, value, sinks, out, log_total = ctx.saved_tensors
-        batch: _Batch = ctx.batch
+        batch: _QueryBatch = ctx.batch
         wide = torch.promote_types(query.dtype, torch.float32)
         q, k, v = _grouped(query.to(wide), key.shape[1]), _in_blocks(key.to(wide)), _in_blocks(value.to(wide))
         grad = _grouped(grad_out.to(wide), key.shape[1])

@@ -94,8 +94,9 @@ def varlen_attention(
         out = attend(*divided_row.enter(query, key, value), divided_row.plan, scoring)
         out = divided_row.leave(out)
     elif cached_pass is not None:
-        new = (each.permute(2, 0, 1, 3) for each in (query, key, value))
-        out_T1 = cached_pass.attend(int(module.layer_idx), *new, scoring)  # type: ignore[arg-type]
+        layer: Any = module
+        q_T1, k_T1, v_T1 = (each.permute(2, 0, 1, 3) for each in (query, key, value))
+        out_T1 = cached_pass.attend(layer.layer_idx, q_T1, k_T1, v_T1, scoring)
         return out_T1.transpose(0, 1).unflatten(2, (query.shape[1], -1)), None
     elif cu_seq_lens_q is not None:
         out = attend(query, key, value, PackedRow(cu_seq_lens_q, max_length_q), scoring)

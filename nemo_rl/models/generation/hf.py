@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.data.images.rows import require_images
 from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has_position_rule, position_ids
 from nemo_rl.files.trusted_code import may_run
@@ -30,7 +31,7 @@ from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.load import attention_of_parts, auto_class, files_of, hold_in_float32, load_model_config
-from nemo_rl.models.huggingface.recurrent import use_configured_time_steps
+from nemo_rl.models.huggingface.recurrent import has_states, use_configured_time_steps
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, require_finite
 from nemo_rl.utils.errors import ConfigError, DataError, GenerationError
@@ -298,3 +299,12 @@ class ContinuousHfEngine(HfWeights, ContinuousEngine):
     @override
     def clear(self) -> None:
         self._cache.clear()
+
+
+def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
+    """Check that the engine can serve the model (`registry.EngineKind.check`)."""
+    if policy.zero_mismatch and has_states(load_model_config(policy.model_name, policy.hf_config_overrides)):
+        raise ConfigError(
+            f"policy.zero_mismatch=true is for models whose tokens interact in attention only, and {policy.model_name} "
+            "has layers with states. Set it to false."
+        )

@@ -48,13 +48,13 @@ class EngineKind:
     replica_paths: tuple[str, str] | None = None
     """Dotted paths of two classes, for engines of several replicas: the class of the engine's first worker, and that of
     the first workers of all other replicas."""
-    path_without_mismatch: str | None = None
-    """Dotted path of the class for `EngineSettings.zero_mismatch`, if it is another one."""
     check: str | None = None
     """Dotted path of a function of the sections `policy` and `cluster`. It runs before any worker starts, and raises a
     `ConfigError` if the engine cannot serve the model. It imports no engine library."""
     cpu_sequences: int | None = None
     """Largest number of sequences that run concurrently on the CPU. None without such a limit."""
+    path_without_mismatch: str | None = None
+    """Dotted path of the class for `EngineSettings.zero_mismatch`, if it is another one."""
     accepts_inputs: bool = False
     """Whether the engine accepts rows with further inputs and position rules (`data.model_rows`)."""
     accepts_images: bool = False
@@ -92,7 +92,7 @@ ENGINES = {
     "hf": EngineKind(
         "nemo_rl.models.generation.hf.HfEngine",
         path_without_mismatch="nemo_rl.models.generation.hf.ContinuousHfEngine",
-        check="nemo_rl.models.generation.hf_check.check_model",
+        check="nemo_rl.models.generation.hf.check_model",
         accepts_inputs=True,
     ),
     "megatron": EngineKind(
