@@ -451,7 +451,7 @@ def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
             for key in section.later:
                 found[f"{path}.{key}".lstrip(".")] = section.neutral.get(key, ())
     supervised = algorithm in ("sft", "dpo", "rm")
-    unwanted = ("policy.generation.",) if supervised else ("policy.generation.engine.",)
+    unwanted = ("policy.generation.", "teacher.") if supervised else ("policy.generation.engine.",)
     return {
         key: neutral
         for key, neutral in found.items()

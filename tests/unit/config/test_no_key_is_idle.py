@@ -172,11 +172,13 @@ def test_the_library_reads_every_key(sources: dict[Path, str]) -> None:
     assert all(list(rule("policy", without_backend)) for rule in REFUSED_BY_A_RULE.values())
 
 
+BATCHES_BY_TOKENS = ("DynamicBatchingConfig", "PairDynamicBatchingConfig", "BudgetedPassesConfig")
+
 PLANTED = {
     "dynamic_batching.sequence_length_round, while packing has a key of the same name": (
         ("models/policy/batching.py", "config.dynamic_batching.sequence_length_round", "round_to"),
         ("models/policy/workers/rank.py", "config.dynamic_batching.sequence_length_round", "round_to"),
-        {"DynamicBatchingConfig.sequence_length_round", "PairDynamicBatchingConfig.sequence_length_round"},
+        {f"{kind}.sequence_length_round" for kind in BATCHES_BY_TOKENS},
     ),
     "dynamic_batching.enabled, a name that many sections have": (
         ("models/policy/batching.py", "config.dynamic_batching.enabled", "False"),
@@ -184,7 +186,7 @@ PLANTED = {
         ("algorithms/supervised.py", "policy.dynamic_batching.enabled", "False"),
         ("models/capacity/memory.py", "if way.enabled", "if True"),
         ("commands/size/search.py", "section.dynamic_batching.enabled", "False"),
-        {"DynamicBatchingConfig.enabled", "PairDynamicBatchingConfig.enabled"},
+        {f"{kind}.enabled" for kind in BATCHES_BY_TOKENS},
     ),
     "env.math.stop_strings": (
         ("config/schema/env.py", "section.stop_strings", "None"),
