@@ -292,7 +292,7 @@ by name.
 
 """
 _OF_VARIANTS = """
-## Sizes and options that nobody chose
+## Drawn sizes and options
 
 `python tools/mesh_sweep.py --variant SEED` draws the numbers of heads, layers, experts and tokens, sizes of heads,
 biases, norms of queries and keys, tied embeddings, caps, windows and rotary scalings of each type, and compares one

@@ -91,7 +91,13 @@ def test_a_teacher_of_written_texts_helps_where_they_are_few(start_example: Star
     make_pair_model(tmp_path / "untrained")
     many, few, held_out = texts(tmp_path, 4000, 1), texts(tmp_path, 60, 2), texts(tmp_path, 256, 3)
     own = (f"policy.model_name={tmp_path}/untrained", "sft.val_period=0")
-    finished(start_example, "run_sft.py", "../use_cases/pairs_sft.yaml", (*of_texts(many, held_out, 400), *own), tmp_path / "t")
+    finished(
+        start_example,
+        "run_sft.py",
+        "../use_cases/pairs_sft.yaml",
+        (*of_texts(many, held_out, 400), *own),
+        tmp_path / "t",
+    )
     steps = 60
     student = of_texts(few, held_out, steps)
     teacher = (

@@ -1,4 +1,4 @@
-"""Draw legal but unusual values of configuration fields, so that model types are tried in forms that nobody chose.
+"""Draw legal but unusual values of configuration fields, so that model types are tried in other forms than usual ones.
 
 Numbers of heads, layers, experts and tokens, sizes of heads, biases, norms of queries and keys, tied embeddings, caps,
 windows, rotary scalings and kernels of convolutions are drawn. Invariant: a seed and a model type give the same values

@@ -1,0 +1,31 @@
+"""Runs with `policy.zero_mismatch`: the engine's log-probabilities are the policy's, bit for bit, in every step."""
+
+import pytest
+from example_runs import StartExample, finished
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
+
+STEPS = 3
+OVERRIDES = (
+    *("policy.zero_mismatch=true", f"grpo.max_num_steps={STEPS}", "grpo.val_at_start=false", "grpo.val_period=0"),
+    "checkpointing.enabled=false",
+)
+BACKENDS = {
+    "packed": ("policy.generation.backend=hf",),
+    "padded-bfloat16": (
+        *("policy.generation.backend=hf", "policy.precision=bfloat16", "policy.sequence_packing.enabled=false"),
+    ),
+    "megatron": (
+        *("policy.generation.backend=megatron", "policy.megatron_cfg.enabled=true"),
+        "policy.dtensor_cfg.enabled=false",
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_engine_and_policy_compute_the_same_bits(backend: str, start_example: StartExample, tmp_path) -> None:
+    metrics = finished(start_example, "run_grpo.py", "grpo_math_cpu.yaml", (*OVERRIDES, *BACKENDS[backend]), tmp_path)
+    for step in range(1, STEPS + 1):
+        assert metrics["train", step, "token_mult_prob_error"] == 1.0
+        assert metrics["train", step, "gen_kl_error"] == 0.0
+        assert metrics["train", step, "grad_norm"] > 0
