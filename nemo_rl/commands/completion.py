@@ -23,7 +23,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         *("on_policy_distillation", "teachers"),
     ),
     "ppo": (*_TRAINING, "env", "ppo", "value", "value_loss_fn"),
-    "sft": (*_TRAINING, "sft"),
+    "sft": (*_TRAINING, "sft", "teacher", "teachers", "teacher_loss_fn"),
     "dpo": (*_TRAINING, "dpo"),
     "rm": (*_TRAINING, "rm"),
     "distillation": (*_TRAINING, "env", "distillation", "teacher", "teachers"),
