@@ -49,7 +49,7 @@ class Projection:
 
     @cached_property
     def representatives(self) -> tuple[Tensor, Tensor]:
-        """For each class `[Vt]`: the student's token with the largest weight, or -1, and the logarithm of its weight.
+        """Return for each class `[Vt]` the student's token with the largest weight, or -1, and the log of its weight.
 
         Of equal weights, the token with the smallest id is chosen.
         """

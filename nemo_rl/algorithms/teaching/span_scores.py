@@ -61,7 +61,7 @@ class SameTokens:
 
 @dataclass(frozen=True)
 class TokenComparison:
-    """How the tokens of a policy and of a teacher are compared."""
+    """Settings of the comparison of the tokens of a policy and of a teacher."""
 
     projection: Projection
     """Classes of tokens."""
@@ -207,7 +207,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What both models predict at the beginning of N spans."""
+    """Predictions of both models at the beginning of N spans."""
 
     student_ids: Tensor
     """`[N, s]` int64, most likely tokens of the policy."""

@@ -74,7 +74,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _QueryBatch:
-    """How the queries of a batch see keys."""
+    """The keys that each query of a batch sees, and the scoring."""
 
     first_b: Tensor
     """`[b]` int64, number of keys before the key of each row's first query."""
