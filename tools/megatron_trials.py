@@ -11,19 +11,17 @@ The exit status is 1 if a cell failed.
 import argparse
 import datetime
 import json
-import logging
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 import transformers
 from parity.every_type import model_types, tiny_form
+from parity.quiet import be_quiet
 
 from nemo_rl.commands.doctor.megatron_cells import MEGATRON_MESHES, SmallModel, asked_as, cells_of_mesh
 from nemo_rl.commands.doctor.model import Question
@@ -147,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store", type=Path, default=STORE, help="file of the results")
     given = parser.parse_args(arguments)
     types = given.types.split(",") if given.types else known_types()
-    _be_quiet()
+    be_quiet()
     failed = 0
     for mesh in given.meshes.split(","):
         before = stored(given.store)
@@ -161,14 +159,6 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.write(f"{trial.model_type:20} {trial.what:22} {trial.result:8} {shown}\n")
             sys.stdout.flush()
     return int(failed > 0)
-
-
-def _be_quiet() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.disable(logging.WARNING)
 
 
 if __name__ == "__main__":

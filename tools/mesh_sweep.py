@@ -15,13 +15,11 @@ alone does, they compute again in float64, and that result counts.
 
 import argparse
 import json
-import logging
 import os
 import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -29,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from parity.compare import difference
 from parity.every_type import model_types, save_tiny_model
+from parity.quiet import be_quiet
 from parity.ranks import mesh_numbers, policy_config
 from parity.reference import Numbers, one_process
 
@@ -163,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     part, parts = map(int, given.part.split("/"))
     chosen = given.types.split(",") if given.types else model_types()[part - 1 :: parts]
-    _be_quiet()
+    be_quiet()
     before = _stored(given.out)
     counts = Counter(cell.result for cell in before.values())
     with tempfile.TemporaryDirectory(prefix="mesh-sweep-cache-") as cache:
@@ -206,13 +204,6 @@ def _cells(model_type: str, given: argparse.Namespace, before: Mapping[_Key, Cel
             return
         except Exception:  # noqa: BLE001  (one type does not end the sweep)
             yield Cell(model_type, "-", rows, "crashed", traceback.format_exc().strip().splitlines()[-1], 0.0, seed)
-
-
-def _be_quiet() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,18 @@ the same for Megatron Core.
 import argparse
 import datetime
 import json
-import logging
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from model_support_table import TRIALS, stored_trials
 from parity.every_type import model_types, tiny_form
+from parity.quiet import be_quiet
 
 from nemo_rl.commands.doctor.model import Question
 from nemo_rl.commands.doctor.model_cells import Cell, TrialResult
@@ -73,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store", type=Path, default=TRIALS, help="file of the results")
     given = parser.parse_args(arguments)
     engines = [name for name in given.engines.split(",") if name]
-    _be_quiet()
+    be_quiet()
     failed = 0
     for name in given.types.split(",") if given.types else model_types():
         rows = stored_trials(given.store)
@@ -90,14 +88,6 @@ def main(arguments: list[str] | None = None) -> int:
                 sys.stdout.write(f"    {cell[0]}, {cell[1]}: {cell[4]}\n")
         sys.stdout.flush()
     return int(failed > 0)
-
-
-def _be_quiet() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.disable(logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -230,17 +230,17 @@ class ContinuousEngine(RowsEngine):
             `[b, V]` logits after the last token of each row.
         """
 
-    @abstractmethod
     def enter(self, row: str, token_ids: Sequence[int]) -> None:
-        """Call `TokenCache.enter` on all ranks."""
+        """Call `TokenCache.enter`. An engine of several ranks calls it on all of them, as the next two."""
+        self._cache.enter(row, token_ids)
 
-    @abstractmethod
     def leave(self, rows: Sequence[str]) -> None:
-        """Call `TokenCache.leave` on all ranks."""
+        """Call `TokenCache.leave`."""
+        self._cache.leave(rows)
 
-    @abstractmethod
     def clear(self) -> None:
-        """Call `TokenCache.clear` on all ranks."""
+        """Call `TokenCache.clear`."""
+        self._cache.clear()
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:

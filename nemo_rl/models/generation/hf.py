@@ -288,18 +288,6 @@ class ContinuousHfEngine(HfWeights, ContinuousEngine):
     def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor:
         return self._logits(self._cache.read(rows))
 
-    @override
-    def enter(self, row: str, token_ids: Sequence[int]) -> None:
-        self._cache.enter(row, token_ids)
-
-    @override
-    def leave(self, rows: Sequence[str]) -> None:
-        self._cache.leave(rows)
-
-    @override
-    def clear(self) -> None:
-        self._cache.clear()
-
 
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Check that the engine can serve the model (`registry.EngineKind.check`)."""

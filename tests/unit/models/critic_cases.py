@@ -9,7 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.losses.loss_function import LossInputType, LossType
+from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.policy.batching import count_valid
 
 PROMPT = 10
@@ -95,3 +97,19 @@ def reference(model: PreTrainedModel, data: BatchedDataDict[Any]) -> dict[str, A
 def relative(got: Tensor, want: Tensor) -> float:
     """Return the largest difference, relative to the largest number."""
     return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+def kept_gradients(worker: Any) -> dict[str, Tensor]:
+    """Return a dict that the worker's next update fills with the whole gradients, instead of changing weights."""
+    gradients: dict[str, Tensor] = {}
+
+    def keep() -> tuple[float, bool]:
+        hf = worker.backend.model.hf
+        stage = stage_of(hf)
+        for key, weight in hf.named_parameters():
+            if weight.grad is not None:
+                gradients[key if stage is None else stage.known_as(key)] = whole(weight.grad).clone()
+        return 0.0, True
+
+    worker.backend.clip_and_step = keep
+    return gradients

@@ -21,7 +21,7 @@ def asked(monkeypatch) -> list[tuple[str, list[str]]]:
                 yield megatron_trials.trial_of(name, seed, cell)
 
     monkeypatch.setattr(megatron_trials, "trials_on", trials_on)
-    monkeypatch.setattr(megatron_trials, "_be_quiet", lambda: None)  # it would end the logging of other tests
+    monkeypatch.setattr(megatron_trials, "be_quiet", lambda: None)  # it would end the logging of other tests
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import random_model
-from critic_cases import SquaredError, critic, critic_batch, hf_values, reference, relative, save_critic
+from critic_cases import SquaredError, critic, critic_batch, hf_values, kept_gradients, reference, relative, save_critic
 from policy_helpers import policy_config, run_ranks, save_tiny_model
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import initial_head
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.huggingface.load import load_scoring_model
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
@@ -93,17 +92,7 @@ def _one_case(world: int, folders: dict[str, str], name: str) -> dict[str, Any]:
     _, kind, section, packed = CASES[name]
     worker, (config, layout) = _worker(folders[kind], world, section, packed)
     plan, values = _values(worker, config, layout)
-    gradients: dict[str, Tensor] = {}
-
-    def keep() -> tuple[float, bool]:
-        hf = worker.backend.model.hf
-        stage = stage_of(hf)
-        for key, weight in hf.named_parameters():
-            if weight.grad is not None:
-                gradients[key if stage is None else stage.known_as(key)] = whole(weight.grad).clone()
-        return 0.0, True
-
-    worker.backend.clip_and_step = keep
+    gradients = kept_gradients(worker)
     result = _update(worker, config, layout)
     shares = worker.shares_prompts()
     return {

@@ -7,15 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import random_model
+from critic_cases import kept_gradients
 from policy_helpers import policy_config, run_ranks
 from reward_cases import NAMES, PROCESS, REGRESSION, answers, classifier, hf_scores, loss_of, reference
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.interfaces import CheckpointPaths
@@ -69,17 +67,7 @@ def _one_case(folder: str, kind: str, world: int, name: str) -> dict[str, Any]:
     scored = shard_batch(DATA, layout.data_parallel_size, logprob_strategy(config), shares_prompts=shares)
     method = worker.score if kind == "regression" else worker.get_values
     outputs = method(scored.data[place], scored.sizes[place])
-    gradients: dict[str, Tensor] = {}
-
-    def keep() -> tuple[float, bool]:
-        hf = worker.backend.model.hf
-        stage = stage_of(hf)
-        for key, weight in hf.named_parameters():
-            if weight.grad is not None:
-                gradients[key if stage is None else stage.known_as(key)] = whole(weight.grad).clone()
-        return 0.0, True
-
-    worker.backend.clip_and_step = keep
+    gradients = kept_gradients(worker)
     batch = shard_batch(DATA, layout.data_parallel_size, training_strategy(config), shares_prompts=shares)
     result = worker.train(batch.data[place], batch.sizes[place], loss_of(kind), count_valid(DATA))
     return {
