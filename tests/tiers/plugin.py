@@ -29,6 +29,8 @@ DEFAULT = "not long and not full"
 """The expression of the default tier, as in pyproject.toml."""
 WORKERS = 2
 """Workers that minutes are counted for."""
+SLOW_S = 5 * durations.LONGEST_S
+"""Seconds above which a function of the default tier is named, whatever the machine does besides."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,9 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "full and not long"
     elif config.option.markexpr == DEFAULT and any(Path(given.split("::")[0]).is_file() for given in config.args):
         config.option.markexpr = "not long"  # who names a file wants all of its tests
-    if config.getoption("store_durations") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Measured(), "measured durations")
-    if config.getoption("store_long_runs") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(_Measured(stores=config.getoption("store_durations")), "measured durations")
+    if config.getoption("store_long_runs"):
         config.pluginmanager.register(_LongRuns(), "long runs")
 
 
@@ -156,9 +159,13 @@ def _name_in(report: pytest.TestReport) -> str:
 
 
 class _Measured:
-    """Adds up the seconds of each function, with the fixtures that its cases set up."""
+    """Adds up the seconds of each function, with the fixtures that its cases set up.
 
-    def __init__(self) -> None:
+    Without `stores`, it only names the functions that slow down the default tier although they belong to the full one.
+    """
+
+    def __init__(self, *, stores: bool) -> None:
+        self._stores = stores
         self._seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -168,8 +175,23 @@ class _Measured:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self) -> Iterator[None]:
-        durations.store(self._seconds)
+        if self._stores:
+            durations.store(self._seconds)
         return (yield)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        if self._stores or not _leaves_out_full(config):
+            return
+        slow = {name: taken for name, taken in self._seconds.items() if taken > SLOW_S and _may_leave(name)}
+        if slow:
+            terminalreporter.section("functions of the default tier that took long; see --store-durations")
+        for name, taken in sorted(slow.items(), key=lambda each: -each[1]):
+            terminalreporter.line(f"{taken:6.1f} s  {name}")
+
+
+def _may_leave(name: str) -> bool:
+    """Return whether nothing keeps a function in the default tier."""
+    return not durations.representatives() & {name, name.split("::")[0]}
 
 
 class _LongRuns:

@@ -11,6 +11,7 @@ sequences form one row of the model. Invariant: a token sees the tokens of its o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -81,16 +82,31 @@ def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -
     if not scoring.is_plain:
         return _explicit(query, key, value, scoring)
     mask = _mask(query, key, scoring.window)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
+    widens = query.dtype == torch.bfloat16 and query.device.type == "cpu" and _is_faster_in_float32()
+    wide = torch.float32 if widens else query.dtype
+    out = F.scaled_dot_product_attention(
+        query.to(wide),
+        key.to(wide),
+        value.to(wide),
         attn_mask=mask,
         dropout_p=scoring.dropout,
         is_causal=mask is None,
         scale=scoring.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return out.to(query.dtype)
+
+
+@cache
+def _is_faster_in_float32() -> bool:
+    """Return whether torch's attention is slower in bfloat16 than in float32 on this processor.
+
+    Without AMX, its backward pass multiplies small bfloat16 matrices one number at a time. With 9 heads of 64, forward
+    and backward pass of 40, 80, 160 and 320 tokens take 1.6, 2.7, 6.1 and 13.8 ms in bfloat16, and 0.4, 1.0, 3.8 and
+    12.0 ms in float32 with the conversions.
+    """
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("avx2")) and not has.get("amx_bf16")
 
 
 def _mask(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:

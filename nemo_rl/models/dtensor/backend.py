@@ -54,6 +54,8 @@ from nemo_rl.models.dtensor.optimizer import (
 )
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
+    adds_up_here,
+    finish_gradients,
     hold_in,
     reshard,
     shard,
@@ -134,6 +136,7 @@ class DTensorBackend(TorchBackend):
             hold_in(self.model, torch_dtype(config.precision))
         spec = ShardingSpec.of(config, device)
         shard(self.model, meshes, spec)
+        self._adds_up_here = adds_up_here(meshes, spec)
         with start_phase("weights"):
             offload = config.dtensor_cfg.cpu_offload
             materialize(self.model, self.model.hf, built.lazy_weights, device, cpu_offload=offload)
@@ -207,6 +210,7 @@ class DTensorBackend(TorchBackend):
                     assert loss is not None
                     if balance is not None and balance.has_loss:
                         loss = loss + balance.loss()
+                    finish_gradients(self.model, last=not self._adds_up_here or index == len(microbatches) - 1)
                     loss.backward()
         reshard(self.model)
 

@@ -21,7 +21,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -286,6 +286,8 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
     if spec.recompute:
         enable_activation_checkpointing(model.hf, selective=spec.recompute == "selective")
     one_rank = meshes.layout.num_ranks == meshes.layout.pp
+    if adds_up_here(meshes, spec):
+        spec = replace(spec, keep_gathered=True)
     if meshes.layout.tp > 1:
         _divide_layers(model, meshes, spec)
     layout = meshes.layout
@@ -350,6 +352,21 @@ def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> N
             _offload_policy(spec),
             reshard_after_forward=not (spec.keep_experts or spec.keep_gathered),
         )
+
+
+def adds_up_here(meshes: Meshes, spec: ShardingSpec) -> bool:
+    """Return whether a rank adds up the gradients of an update's microbatches before FSDP2 sees them.
+
+    Where nothing is sharded, this and rounding the weights once for all microbatches save the copies of every
+    microbatch, which are a sixth of the time with 135 million parameters. The sums have the same order and bits.
+    """
+    return meshes.layout.num_ranks == 1 and spec.device.type == "cpu" and not spec.cpu_offload
+
+
+def finish_gradients(model: nn.Module, *, last: bool) -> None:
+    """Choose whether the next backward pass hands its gradients to FSDP2, or keeps them for the `last` one."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
 
 
 def reshard(model: nn.Module) -> None:
