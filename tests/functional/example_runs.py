@@ -41,7 +41,7 @@ class ExampleRun:
         """Length of the longest line on the console."""
         return max(self.log_path.read_text(errors="replace").splitlines(), key=len, default="")
 
-    def wait_for(self, pattern: str, timeout_s: float = 180) -> None:
+    def wait_for(self, pattern: str, timeout_s: float = 400) -> None:
         """Wait until the log matches; fail early if the process has ended."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
@@ -52,7 +52,7 @@ class ExampleRun:
             time.sleep(0.05)
         raise AssertionError(f"{pattern!r} did not appear. The log ends:\n{self.log()[-3000:]}")
 
-    def finish(self, timeout_s: float = 240) -> int:
+    def finish(self, timeout_s: float = 600) -> int:
         """Wait for the end and return the exit status."""
         return self.process.wait(timeout_s)
 

@@ -11,7 +11,7 @@ from make_tiny_pair_model import make_pair_model
 from examples.chain_data import main as chain_data
 from examples.chain_data import questions, worked
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(2400)]
 
 SCRIPT, CONFIG = "run_distillation.py", "distillation_math_cpu.yaml"
 STEPS = 40
