@@ -57,8 +57,9 @@ def build_optimizer(
     are needed because the foreach and fused implementations compute many tensors in one call, and accept only tensors
     of one mesh in a call. `torch.optim.Muon` is replaced by `models.training.muon.Muon`.
 
-    On GPUs, the fused implementation is used if the class has one and the kwargs do not choose an implementation. The
-    default of torch for sharded parameters is foreach, which needs temporary memory as large as the parameters.
+    The fused implementation is used if the class has one and the kwargs do not choose an implementation. On GPUs, torch
+    would otherwise use foreach, which needs temporary memory as large as the parameters. On CPUs, torch would update
+    one tensor after another in many operations, which take 6 times as long.
 
     Args:
         parameters: all parameters of the model.
@@ -90,10 +91,9 @@ def build_optimizer(
 
 
 def _with_implementation(cls: Any, kwargs: Mapping[str, Any], trainable: list[nn.Parameter]) -> dict[str, Any]:
-    """Return arguments that choose the fused implementation on GPUs, if the class has one and they choose none."""
-    fuses = (
-        _on_gpu(trainable) and not kwargs.keys() & {*_IMPLEMENTATION} and "fused" in inspect.signature(cls).parameters
-    )
+    """Return arguments that choose the fused implementation, if the class has one and they choose none."""
+    chosen = kwargs.keys() & {*_IMPLEMENTATION}
+    fuses = not chosen and "fused" in inspect.signature(cls).parameters and _may_fuse(trainable)
     return {**kwargs, "fused": True} if fuses else dict(kwargs)
 
 
@@ -290,8 +290,8 @@ def optimizer_settings(config: PolicyConfig) -> OptimizerSettings:
     return config.model_dump(mode="json", include={"optimizer", "scheduler"})
 
 
-def _on_gpu(parameters: Sequence[nn.Parameter]) -> bool:
-    return all(parameter.is_cuda for parameter in parameters)
+def _may_fuse(parameters: Sequence[nn.Parameter]) -> bool:
+    return all(parameter.is_cuda or parameter.is_cpu for parameter in parameters)
 
 
 def groups_now(

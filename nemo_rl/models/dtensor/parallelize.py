@@ -315,7 +315,8 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
     register_fsdp_forward_method(model, "body")
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if meshes.layout.num_ranks > 1:  # FSDP2 would divide the gradients of one rank too, which takes time
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reshard_after_backward(not spec.keep_gathered, recurse=False)
     _move_buffers(model, spec.device)
