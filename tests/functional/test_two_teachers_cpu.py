@@ -81,13 +81,13 @@ def test_a_student_learns_each_task_from_its_teacher(product_teacher, start_exam
         start_example, tmp_path / "one", {"math": sums}, "on_policy_distillation.default_teacher_alias=math"
     )
     found = {
-        (name, task): metrics[f"validation-{task}_test", STEPS, "accuracy"]
+        (name, task): metrics["validation", STEPS, f"{task}_test/accuracy"]
         for name, metrics in {"both": of_both, "one": of_one}.items()
         for task in ("sums", "products")
     }
     assert found["both", "products"] > 0.5, found
     assert found["one", "products"] < 0.1, found
-    assert found["both", "sums"] > of_both["validation-sums_test", 0, "accuracy"] + 0.1, found
+    assert found["both", "sums"] > of_both["validation", 0, "sums_test/accuracy"] + 0.1, found
     for teacher in ("math", PRODUCTS):
         assert of_both["train", STEPS, f"teachers.{teacher}/num_rows"] > 0
 
