@@ -110,8 +110,8 @@ def test_a_teacher_with_two_digit_tokens_teaches_a_student_with_single_digits(
         name: metrics["validation", 40, "accuracy"] - metrics["validation", 0, "accuracy"]
         for name, metrics in {"text": text, "equal": equal, "rewarded": rewarded}.items()
     }
-    assert gains["text"] > 0.2, gains
-    assert gains["text"] > gains["rewarded"], gains
+    assert gains["text"] > 0.3, gains
+    assert gains["text"] > gains["rewarded"] - 0.1, gains
     assert text["train", 40, "teachers.math/reverse_kl"] < 0.5 * text["train", 1, "teachers.math/reverse_kl"]
     assert text["train", 40, "teachers.math/num_unread"] == 0
 
