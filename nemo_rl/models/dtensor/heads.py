@@ -5,8 +5,8 @@ states, and the head runs only on the given positions. Both run inside the forwa
 the root's parameters (embedding, final norm, head) around that call.
 
 `CausalLMWithLogprobs` computes log-probabilities in chunks (`distributed.parallel_logprobs`). It needs to know which
-operations follow the linear head (`huggingface.logits.find_transform`). If no known operation reproduces the logits, the
-model's own forward computes them, on ranks that hold the whole head.
+operations follow the linear head (`huggingface.logits.find_transform`). If no known operation reproduces the logits,
+the model's own forward computes them, on ranks that hold the whole head.
 
 `RewardModel` wraps a sequence classifier, with a label for each of its scores. The positions are the last token of each
 sequence for scores of a reward model, and the token before each target for values of a critic.
