@@ -187,7 +187,8 @@ def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     nodes, each = topology.policy_nodes, topology.policy_ranks_per_node
     which = f" (cluster.num_nodes={nodes} x {each} on each)" if nodes > 1 else ""
     batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
-    flexible = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+    packing, dynamic = policy.sequence_packing.enabled, policy.dynamic_batching.enabled
+    flexible = packing or dynamic or policy.invariant_gradients
     step = ranks if flexible else ranks * micro
     if batch % step == 0:
         return
