@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "commands")
 """Packages above the core."""
 
-LINES = {"core": 100_900, "all": 126_500}
-FILES = {"core": 555, "all": 718}
+LINES = {"core": 101_300, "all": 127_000}
+FILES = {"core": 557, "all": 720}
 FOLDERS = 88
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""

@@ -4,7 +4,8 @@
 engine by engine, and within an engine by tensor parallelism first. Invariant: an engine that fits on a machine is on
 one machine. A larger engine uses whole machines, and so do its tensor-parallel groups unless they fit on one machine.
 
-`policy.zero_mismatch` needs an engine with the trainer's layers, and undivided matrix products.
+`policy.zero_mismatch` needs an engine with the trainer's layers, and undivided matrix products. `invariant_gradients`
+needs the PyTorch-native backend, sharded over data-parallel ranks only, and nothing that depends on several rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -235,21 +236,62 @@ def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Finding
         yield f"{_ZERO} is for rows of text, and policy.is_vlm=true. Set it to false."
     if policy.dtensor_cfg.enabled and policy.dtensor_cfg.compile_layers:
         yield f"{_ZERO}: compiled layers round less often. Set policy.dtensor_cfg.compile_layers=false."
-    yield from _check_division(policy)
-
-
-def _check_division(policy: PolicyConfig) -> Findings:
-    section, key = policy.backend_section, policy.backend_key
-    sizes = {
-        f"policy.{key}.{name}": getattr(section, name, 1)
-        for name in (
-            *("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-        )
-    }
-    engine = policy.sampling.engine
     names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    sizes |= {f"policy.generation.engine.{name}": getattr(engine, name) for name in names}
+    sizes = {f"policy.generation.engine.{name}": getattr(engine, name) for name in names}
+    yield from _check_division(_ZERO, _sizes("policy", policy) | sizes)
+
+
+def _sizes(section: str, model: PolicyConfig) -> dict[str, int | None]:
+    """Return the numbers of ranks that divide a model, by key."""
+    names = (
+        *("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    )
+    return {f"{section}.{model.backend_key}.{name}": getattr(model.backend_section, name, 1) for name in names}
+
+
+def _check_division(what: str, sizes: dict[str, int | None]) -> Findings:
     for name, size in sizes.items():
         if size and size > 1:
-            yield f"{_ZERO} is proven for undivided models, and {name}={size}. Set it to 1. Data parallelism works."
+            yield f"{what} is proven for undivided models, and {name}={size}. Set it to 1. Data parallelism works."
+
+
+def check_device(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
+    """Refuse GPUs with `invariant_gradients`."""
+    if policy.invariant_gradients and cluster.uses_gpu:
+        yield (
+            f"policy.invariant_gradients=true computes on CPUs only so far, and cluster.device={cluster.device}. Set "
+            "it to false."
+        )
+
+
+def check_invariant_gradients(section: str, model: PolicyConfig) -> Findings:
+    """Refuse settings with which an update would depend on microbatches or on the number of data-parallel ranks."""
+    if not model.invariant_gradients:
+        return
+    what, ours = f"{section}.invariant_gradients=true", model.dtensor_cfg
+    if model.backend_key != "dtensor_cfg":
+        yield (
+            f"{what} needs the PyTorch-native backend, and {section} is trained with {section}.{model.backend_key}. "
+            f"Set {section}.dtensor_cfg.enabled=true and the other backend's enabled to false."
+        )
+        return
+    if ours.dp_replicate_size > 1:
+        yield (
+            f"{what} adds the gradients of all ranks in order, and {section}.dtensor_cfg.dp_replicate_size="
+            f"{ours.dp_replicate_size} adds them in groups. Set it to 1."
+        )
+    if ours.moe_aux_loss_coeff:
+        yield (
+            f"{what}: the auxiliary loss of experts is one of all rows together. Set {section}.dtensor_cfg."
+            "moe_aux_loss_coeff=0."
+        )
+    if ours.lora_cfg.enabled and ours.lora_cfg.dropout > 0:
+        yield f"{what}: each rank drops others. Set {section}.dtensor_cfg.lora_cfg.dropout=0."
+    if model.draft.enabled:
+        yield f"{what}: a draft model learns from all rows of a microbatch. Set {section}.draft.enabled=false."
+    if model.optimizer is not None and model.optimizer.is_muon:
+        yield (
+            f"{what}: Muon divides the work on matrices among ranks. Set {section}.optimizer.name=torch.optim.AdamW."
+        )
+    yield from _check_division(what, _sizes(section, model))

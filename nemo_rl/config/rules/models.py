@@ -13,6 +13,7 @@ from string import Formatter
 from typing import Any
 
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.engines import check_invariant_gradients
 from nemo_rl.config.rules.megatron import check_megatron, check_megatron_schedule
 from nemo_rl.config.rules.topology import Role, divide_cluster, model_ranks, parallel_sizes, without_devices
 from nemo_rl.config.schema.algorithms.distillation import DistillationLossConfig, TeacherConfig
@@ -94,6 +95,7 @@ def check_trainable(policy: PolicyConfig, section: str = "policy") -> Findings:
     elif policy.optimizer.is_muon:
         yield from _check_muon(policy, section)
     yield from _check_finite(policy, section)
+    yield from check_invariant_gradients(section, policy)
     if policy.precision == "float16":
         yield (
             f"{section}.precision=float16 loses gradients below 6e-8, and there is no loss scaling that would save "

@@ -6,6 +6,7 @@ from itertools import chain
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_dataset, check_shares, named_entries
+from nemo_rl.config.rules.engines import check_device
 from nemo_rl.config.rules.models import check_backend, check_trainable
 from nemo_rl.config.rules.training import check_lengths, check_shards, check_validation
 from nemo_rl.config.schema.algorithms.supervised import DPOConfig, RMConfig, SupervisedConfig, SupervisedDataConfig
@@ -33,6 +34,7 @@ def check_supervised(
     yield from chain(
         check_backend("policy", policy),
         check_trainable(policy),
+        check_device(policy, cluster),
         check_shards(policy, cluster),
         check_lengths(policy, data),
         check_validation(section, algorithm, data),

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from nemo_rl.config.base.names import PASS_K, REVIEW_METRICS, VALIDATION_METRICS, VERSION_METRICS
 from nemo_rl.config.rules.broken_rules import Findings, nearest_divisors, nearest_multiples
-from nemo_rl.config.rules.engines import check_engines, check_zero_mismatch
+from nemo_rl.config.rules.engines import check_device, check_engines, check_zero_mismatch
 from nemo_rl.config.rules.megatron import check_engine_formats, check_fp8_training, check_offloading
 from nemo_rl.config.rules.models import check_backend, check_one_layout, check_trainable
 from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
@@ -187,7 +187,8 @@ def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     nodes, each = topology.policy_nodes, topology.policy_ranks_per_node
     which = f" (cluster.num_nodes={nodes} x {each} on each)" if nodes > 1 else ""
     batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
-    flexible = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+    packing, dynamic = policy.sequence_packing.enabled, policy.dynamic_batching.enabled
+    flexible = packing or dynamic or policy.invariant_gradients
     step = ranks if flexible else ranks * micro
     if batch % step == 0:
         return
@@ -403,6 +404,7 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     yield from check_backend("policy", policy)
     yield from check_trainable(policy)
     yield from check_zero_mismatch(policy, cluster)
+    yield from check_device(policy, cluster)
     generation = policy.generation
     if policy.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg.enabled=true makes a model that cannot sample answers. Set it to false."

@@ -28,6 +28,8 @@ class SecondModelConfig(PolicyConfig):
     """Number of samples of one optimizer update, over all ranks."""
     train_micro_batch_size: Count = derived("${policy.train_micro_batch_size}")
     """Number of samples of a rank's microbatch in training."""
+    invariant_gradients: bool = derived("${policy.invariant_gradients}")
+    """Compute updates and scores whose bits do not depend on microbatches and on the number of data-parallel ranks."""
     generation: GenerationConfig | None = None
     """Not used, because only the policy samples."""
     colocated: PlacementConfig = Field(default_factory=PlacementConfig)

@@ -134,7 +134,12 @@ class Packed:
         return None if self.keys_per_token is None else self.capacity * self.keys_per_token
 
 
-MicrobatchStrategy = FixedSize | TokenBudget | Packed
+@dataclass(frozen=True)
+class OneByOne:
+    """Each row, or each group of rows that stay together, is a microbatch. Shards take turns in the order of rows."""
+
+
+MicrobatchStrategy = FixedSize | TokenBudget | Packed | OneByOne
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,8 @@ def plan_microbatches(
         >>> plan_microbatches([5, 3, 2, 6], 2, Packed(capacity=8)).shards
         [[[3, 2]], [[0, 1]]]
     """
+    if isinstance(strategy, OneByOne):
+        return _plan_one_by_one(len(lengths), num_shards, group_size)
     plan = _plan_tokens(lengths, num_shards, strategy, group_size)
     if patches is None or isinstance(strategy, FixedSize) or strategy.max_patches is None:
         return plan
@@ -225,8 +232,17 @@ class _Costs:
         return [max(pair) for pair in zip(tokens, scaled, strict=True)]
 
 
+def _plan_one_by_one(num_rows: int, num_shards: int, group_size: int) -> MicrobatchPlan:
+    if num_rows < 1 or num_rows % (num_shards * group_size):
+        raise DataError(f"{num_rows} rows do not divide among {num_shards} data-parallel ranks x {group_size} rows.")
+    starts = range(0, num_rows, group_size)
+    return MicrobatchPlan(
+        [[list(range(start, start + group_size)) for start in starts[shard::num_shards]] for shard in range(num_shards)]
+    )
+
+
 def _plan_tokens(
-    lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int = 1
+    lengths: Sequence[int], num_shards: int, strategy: FixedSize | TokenBudget | Packed, group_size: int = 1
 ) -> MicrobatchPlan:
     """Plan one global batch by the numbers of tokens of its rows (`plan_microbatches`)."""
     if group_size > 1:
@@ -386,7 +402,7 @@ def _with_rows(plan: MicrobatchPlan, units: Sequence[Sequence[int]]) -> Microbat
 
 
 def _plan_groups(
-    lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int
+    lengths: Sequence[int], num_shards: int, strategy: FixedSize | TokenBudget | Packed, group_size: int
 ) -> MicrobatchPlan:
     """Plan groups of rows as if each group were one row. Replace each group in the plan with its rows."""
     if len(lengths) % group_size:

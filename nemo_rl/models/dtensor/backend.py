@@ -50,7 +50,9 @@ from nemo_rl.models.dtensor.optimizer import (
     build_scheduler,
     clip_gradients,
     hidden_matrices,
+    one_tensor_at_a_time,
     optimizer_settings,
+    require_element_by_element,
 )
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
@@ -69,6 +71,7 @@ from nemo_rl.models.huggingface.recurrent import enter_row
 from nemo_rl.models.training.inputs import ModelInputs, with_positions
 from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.training.low_rank import require_on_some_rank
+from nemo_rl.models.training.ordered_sums import require_rows_alone
 from nemo_rl.models.training.tensor_checks import not_finite
 from nemo_rl.models.training.torch_backend import (
     HostMemory,
@@ -113,7 +116,7 @@ class DTensorBackend(TorchBackend):
         self.device = device
         use_flash_attention(config.dtensor_cfg.flash_attention_version, device)
         layout = layout or ParallelLayout.of(config, dist.get_world_size())
-        self._max_grad_norm = config.max_grad_norm
+        self._max_grad_norm, self._in_order = config.max_grad_norm, config.invariant_gradients
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
         self._results: Results = {}
@@ -131,6 +134,9 @@ class DTensorBackend(TorchBackend):
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
         # # Routing statistics count a prompt's tokens in every row with the prompt, so prompts cannot be shared.
         drafts = config.draft.enabled and init_optimizer
+        if self._in_order and init_optimizer:
+            has_loss = self._balance is not None and self._balance.has_loss
+            require_rows_alone(self.model.hf, device, has_auxiliary_loss=has_loss)
         self.shares_prompts = built.shares_prompts and self._balance is None and not drafts
         if not (init_optimizer or init_reference_model) and _stores_compute_precision(device):
             hold_in(self.model, torch_dtype(config.precision))
@@ -154,9 +160,12 @@ class DTensorBackend(TorchBackend):
         self._settings = optimizer_settings(config)
         if init_optimizer:
             assert config.optimizer is not None, "checked above"
+            if self.model.ordered_sums is not None:
+                require_element_by_element(config.optimizer)
             named = dict(self.model.hf.named_parameters())
             chosen = [weight for name, weight in named.items() if name in matrices]
-            self.optimizer = build_optimizer(named.values(), config.optimizer, matrices=chosen)
+            settings = one_tensor_at_a_time(config.optimizer) if self._in_order else config.optimizer
+            self.optimizer = build_optimizer(named.values(), settings, matrices=chosen)
             self.scheduler = build_scheduler(self.optimizer, config.scheduler)
         self._draft = self.model.draft = self._draft_trainer(config, meshes, seed) if drafts else None
 
@@ -200,6 +209,9 @@ class DTensorBackend(TorchBackend):
         balance = self._balance if backward else None
         if balance is not None and balance.has_loss:
             self._survey(microbatches, balance)
+        sums = self.model.ordered_sums if backward else None
+        if sums is not None:
+            sums.start()
         self.model.train(backward)
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
@@ -210,6 +222,8 @@ class DTensorBackend(TorchBackend):
                     assert loss is not None
                     if balance is not None and balance.has_loss:
                         loss = loss + balance.loss()
+                    if sums is not None:
+                        sums.next_row()
                     finish_gradients(self.model, last=not self._adds_up_here or index == len(microbatches) - 1)
                     loss.backward()
         reshard(self.model)
@@ -283,6 +297,7 @@ class DTensorBackend(TorchBackend):
             self._max_grad_norm,
             copies=copied_parameters(self.model.hf),
             sum_over_stages=self._stage.sum if self._stage is not None else None,
+            in_order=self._in_order,
         )
         finite = math.isfinite(norm) and math.isfinite(self.learning_rate())
         if finite:
@@ -299,6 +314,8 @@ class DTensorBackend(TorchBackend):
 
     def _forget_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
+        if self.model.ordered_sums is not None:
+            self.model.ordered_sums.forget()
         if self._draft is not None:
             self._draft.drop_gradients()
 

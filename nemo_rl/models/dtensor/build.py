@@ -20,7 +20,6 @@ from nemo_rl.models.dtensor.heads import (
     CausalLMWithLogprobs,
     RewardModel,
     build_causal_lm,
-    find_transform,
     require_scoring_head,
 )
 from nemo_rl.models.dtensor.lora import apply_lora
@@ -28,6 +27,7 @@ from nemo_rl.models.dtensor.pipeline.stages import try_division
 from nemo_rl.models.dtensor.pipeline.stand_ins import set_outputs_of_layers
 from nemo_rl.models.huggingface.layers import freeze_parts, hidden_states
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
+from nemo_rl.models.huggingface.logits import find_transform
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.recurrent import respect_borders, use_configured_time_steps
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies

@@ -5,10 +5,8 @@ states, and the head runs only on the given positions. Both run inside the forwa
 the root's parameters (embedding, final norm, head) around that call.
 
 `CausalLMWithLogprobs` computes log-probabilities in chunks (`distributed.parallel_logprobs`). It needs to know which
-operations follow the linear head. Configurations describe these operations under different names, or not at all, so
-`find_transform` compares each operation that the configuration suggests with the model's own logits. The comparison
-includes logits that are large enough for an effect of soft-capping. If no operation reproduces the logits, the model's
-own forward computes them, on ranks that hold the whole head.
+operations follow the linear head (`huggingface.logits.find_transform`). If no known operation reproduces the logits,
+the model's own forward computes them, on ranks that hold the whole head.
 
 `RewardModel` wraps a sequence classifier, with a label for each of its scores. The positions are the last token of each
 sequence for scores of a reward model, and the token before each target for values of a critic.
@@ -18,9 +16,7 @@ The score of a sequence equals that of `AutoModelForSequenceClassification`; `re
 a small probe model.
 """
 
-import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -44,7 +40,8 @@ from nemo_rl.distributed.ranks.collectives import reduce_gradient
 from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.dtensor.parallelize import ShardableModel
-from nemo_rl.models.huggingface.layers import body, hidden_states
+from nemo_rl.models.huggingface.layers import hidden_states
+from nemo_rl.models.huggingface.logits import find_transform
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -115,58 +112,6 @@ def _scores_the_last_token(hf: PreTrainedModel) -> bool:
     ours = head(hidden_states(hf, {"input_ids": tokens})[:, -1])
     alike = own.shape == ours.shape == (1, head.out_features)
     return alike and bool(((own - ours).abs() <= 1e-5 * own.abs().clamp(min=1.0)).all())
-
-
-_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-_DIVISORS = ("logits_scaling",)
-_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-
-_PROBED_LOGIT = 100.0
-"""Largest logit of the comparison. Usual caps are 15 to 50, and a cap of 1000 still changes such a logit by 0.3 %."""
-
-
-@torch.no_grad()
-def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
-    """Return the operations after the linear head, or None if no known transform gives the model's logits.
-
-    Args:
-        hf: the unsharded model with real weights, trained or random.
-    """
-    head = hf.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or body(hf) is hf:
-        return None
-    was_training = hf.training
-    hf.eval()
-    tokens = (torch.arange(8, device=head.weight.device) * 5 + 1)[None] % head.weight.shape[0]
-    hidden = hidden_states(hf, {"input_ids": tokens})
-    factor = _PROBED_LOGIT / head(hidden).abs().max().clamp(min=1e-6).item()
-    enlarged = head.register_forward_pre_hook(lambda module, args: (args[0] * factor,))
-    try:
-        own = hf(input_ids=tokens, use_cache=False).logits
-        linear = head(hidden)
-    finally:
-        enlarged.remove()
-        hf.train(was_training)
-    return next((found for found in _suggested(hf) if _equal(found.apply_(linear.clone()), own)), None)
-
-
-def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
-    """Yield every combination of the configured scales and caps. The last combination has none of them."""
-    config = hf.config.get_text_config()
-
-    def values(names: tuple[str, ...]) -> list[float]:
-        found: list[Any] = [getattr(config, name, None) for name in names]
-        return [float(value) for value in found if isinstance(value, int | float) and value > 0]
-
-    scales = [*values(_MULTIPLIERS), *(1 / value for value in values(_DIVISORS)), 1.0]
-    for cap, scale in itertools.product([*values(_CAPS), None], scales):
-        yield LogitTransform(scale, cap)
-
-
-def _equal(ours: Tensor, own: Tensor) -> bool:
-    """Return whether two sets of logits differ by rounding only."""
-    tolerance = 1e-5 * own.abs().max().clamp(min=1e-6).item()
-    return own.shape == ours.shape and bool((own - ours).abs().max() <= tolerance)
 
 
 logger = logging.getLogger(__name__)

@@ -90,6 +90,17 @@ def build_optimizer(
     return made
 
 
+def one_tensor_at_a_time(config: OptimizerConfig, section: str = "policy") -> OptimizerConfig:
+    """Return settings with which torch updates one tensor after another, unless they choose an implementation.
+
+    On CPUs, the fused kernels compute the elements after a tensor's last whole vector with other last bits.
+    """
+    cls = _named_class(config, f"{section}.optimizer.name")
+    if config.kwargs.keys() & {*_IMPLEMENTATION} or "fused" not in inspect.signature(cls).parameters:
+        return config
+    return config.model_copy(update={"kwargs": {**config.kwargs, "foreach": False, "fused": False}})
+
+
 def _with_implementation(cls: Any, kwargs: Mapping[str, Any], trainable: list[nn.Parameter]) -> dict[str, Any]:
     """Return arguments that choose the fused implementation, if the class has one and they choose none."""
     chosen = kwargs.keys() & {*_IMPLEMENTATION}
@@ -349,6 +360,34 @@ def _flat(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**kwargs, **{name: (value, kwargs.get(name)) for name, value in (kwargs.get("adamw") or {}).items()}}
 
 
+_TRIED_PARTS = (1, 7, 22, 33, 64)
+"""Numbers of elements of parts of a parameter, most of which are no whole vectors of a processor."""
+
+
+def require_element_by_element(config: OptimizerConfig, section: str = "policy") -> None:
+    """Check that an optimizer gives an element the same bits in a part of a parameter as in the whole one.
+
+    Raises:
+        ConfigError: the optimizer uses other elements, or its kernels depend on the place of an element.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = (torch.randn(sum(_TRIED_PARTS), generator=generator) for _ in range(3))
+    updated = []
+    for sizes in ([len(values)], list(_TRIED_PARTS)):
+        parameters = [nn.Parameter(part.clone()) for part in values.split(sizes)]
+        optimizer = build_optimizer(parameters, one_tensor_at_a_time(config, section), section)
+        for gradient in gradients:
+            for parameter, part in zip(parameters, gradient.split(sizes), strict=True):
+                parameter.grad = part.clone()
+            optimizer.step()
+        updated.append(torch.cat([parameter.detach() for parameter in parameters]))
+    if not torch.equal(*updated):
+        raise ConfigError(
+            f"{section}.invariant_gradients=true: {config.name} updates an element of a parameter with other bits if "
+            f"ranks divide the parameter. Set {section}.optimizer.name=torch.optim.AdamW, or use one rank."
+        )
+
+
 @torch.no_grad()
 def clip_gradients(
     parameters: Iterable[nn.Parameter],
@@ -356,6 +395,7 @@ def clip_gradients(
     *,
     copies: Iterable[nn.Parameter] = (),
     sum_over_stages: SumOverStages | None = None,
+    in_order: bool = False,
 ) -> float:
     """Scale all gradients so that their joint 2-norm is at most `max_norm`.
 
@@ -366,6 +406,7 @@ def clip_gradients(
         max_norm: largest norm; if None or 0, the norm is only measured.
         copies: parameters that this stage leaves out of the norm, because another pipeline stage also holds them.
         sum_over_stages: function that sums over pipeline stages; None without a pipeline.
+        in_order: compute the norm with the same bits for any number of ranks (`ordered_norm`).
 
     Returns:
         The norm before clipping.
@@ -376,7 +417,12 @@ def clip_gradients(
         return 0.0
     elsewhere = {id(parameter) for parameter in copies}
     counted = [gradient for owner, gradient in zip(having, gradients, strict=True) if id(owner) not in elsewhere]
-    norm = total_norm(counted, sum_over_stages)
+    if in_order:
+        from nemo_rl.models.training.ordered_sums import ordered_norm  # slow to import, as in `total_norm`
+
+        norm = ordered_norm(counted)
+    else:
+        norm = total_norm(counted, sum_over_stages)
     value = norm.item()
     if max_norm and value > max_norm:
         scale = max_norm / (value + 1e-6)

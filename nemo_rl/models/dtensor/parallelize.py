@@ -61,6 +61,7 @@ from nemo_rl.models.dtensor.tensor_parallel import TensorParallel, divide_layers
 from nemo_rl.models.dtensor.tensor_plans import plan_for
 from nemo_rl.models.huggingface.layers import decoder_layers, hidden_states
 from nemo_rl.models.huggingface.load import float32_parameters, torch_dtype
+from nemo_rl.models.training.ordered_sums import OrderedSums
 from nemo_rl.utils.errors import ConfigError
 
 COMPILES_ON_GPUS = False
@@ -174,6 +175,8 @@ class ShardableModel(nn.Module):
     """The ranks that divide each layer; None with one rank."""
     sequence_parallel: bool = False
     """Whether these ranks also divide the hidden states of a row between layers."""
+    ordered_sums: OrderedSums | None = None
+    """The sums of gradients over several ranks in the order of rows, with `invariant_gradients`."""
 
     def whole_rows(self, hidden: Tensor, *, partial_gradient: bool) -> Tensor:
         """Return `[b, T, D]` hidden states, gathered from `[b, T / tp, D]` with sequence parallelism.
@@ -214,6 +217,8 @@ class ShardingSpec:
     """Recompute activations in the backward pass: all of them, or only those that are cheap to compute."""
     compiles: bool | None = None
     """Compile the decoder layers. If None, `wants_compiled` decides."""
+    in_order: bool = False
+    """Add gradients of several ranks in the order of rows."""
 
     @classmethod
     def of(cls, config: PolicyConfig, device: torch.device) -> "ShardingSpec":
@@ -229,6 +234,7 @@ class ShardingSpec:
             keep_gathered=asked.keep_gathered or asked.pipeline_parallel_size > 1,
             recompute=asked.activation_checkpointing,
             compiles=asked.compile_layers,
+            in_order=config.invariant_gradients,
         )
 
 
@@ -320,6 +326,8 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
             module.set_force_sum_reduction_for_comms(True)
             module.set_reshard_after_backward(not spec.keep_gathered, recurse=False)
     _move_buffers(model, spec.device)
+    if spec.in_order and not one_rank:
+        model.ordered_sums = OrderedSums(model)
     return model
 
 

@@ -31,6 +31,8 @@ from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.load import attention_of_parts, auto_class, files_of, hold_in_float32, load_model_config
+from nemo_rl.models.huggingface.logits import find_transform, last_logits
+from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.recurrent import has_states, use_configured_time_steps
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, require_finite
@@ -259,6 +261,7 @@ class ContinuousHfEngine(HfWeights, ContinuousEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         HfWeights.__init__(self, settings)
+        self._transform = find_transform(small_probe_model(self._model))
         self._model.set_attn_implementation(attention_of_parts(self._model.config, register_varlen_attention()))
         size = settings.kv_cache_bytes
         assert size is not None, "the configuration allows this engine on CPUs only"
@@ -274,15 +277,8 @@ class ContinuousHfEngine(HfWeights, ContinuousEngine):
         return cache.num_bytes
 
     def _logits(self, step: CachedPass) -> Tensor:
-        output = self._model(
-            input_ids=step.token_ids[None],
-            position_ids=step.positions[None],
-            use_cache=False,
-            cached_pass=step,
-            logits_to_keep=step.last,
-        )
-        logits_bV: Tensor = output.logits[0]
-        return logits_bV
+        row = {"input_ids": step.token_ids[None], "position_ids": step.positions[None], "cached_pass": step}
+        return last_logits(self._model, row, step.last, self._transform)
 
     @override
     def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor:

@@ -22,6 +22,7 @@ from nemo_rl.data.packing import (
     FixedSize,
     MicrobatchPlan,
     MicrobatchStrategy,
+    OneByOne,
     Packed,
     TokenBudget,
     column_of,
@@ -117,7 +118,7 @@ def shard_batch(
     filled = with_filler_rows(data, -num_rows % multiple)
     lengths = filled["input_lengths"].tolist()
     prefixes = BatchRows.of(filled).prefixes() if shares_prompts else Prefixes.alone(filled.size)
-    limited = not isinstance(strategy, FixedSize) and strategy.max_patches is not None
+    limited = isinstance(strategy, TokenBudget | Packed) and strategy.max_patches is not None
     patches = BatchRows.of(filled).patches() if limited else None
     if group_size == 1 and isinstance(strategy, Packed):
         plan = plan_prefixes(prefixes, lengths, num_shards, strategy, patches)
@@ -243,6 +244,8 @@ def scoring_rows(method: str, data: BatchedDataDict[Any], config: PolicyConfig) 
 
 
 def _strategy(config: PolicyConfig, size: int, tokens: int, micro_batch_size: int | None) -> MicrobatchStrategy:
+    if config.invariant_gradients:
+        return OneByOne()
     if micro_batch_size is not None:
         return FixedSize(micro_batch_size)
     round_to = row_length_multiple(config)

@@ -161,7 +161,7 @@ class Policy(PolicyInterface):
         self.work = self.ranks.work
         """Counter of the passes over rows, without validations."""
         packing = config.sequence_packing
-        asks = packing.enabled and packing.share_prompts
+        asks = packing.enabled and packing.share_prompts and not config.invariant_gradients
         self._shares_prompts = asks and all(self.ranks.everywhere("shares_prompts", "starting the policy"))
         if weights_path is not None:
             self._load_checkpoint(weights_path, optimizer_path)

@@ -366,6 +366,8 @@ class MegatronConfig(BackendSection):
     """Add a weight's gradient to the sum in the matrix product that computes it, on GPUs with Transformer Engine."""
     transformer_impl: Literal["local", "transformer_engine"] | None = None
     """Use layers of PyTorch (local) or of Transformer Engine; null: Transformer Engine if it is installed."""
+    zero_train_gen_mismatch: bool = False
+    """Compute log-probabilities with the same bits in engine and trainer (policy.zero_mismatch)."""
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = None
     """Attention kernels of Transformer Engine; null: Transformer Engine chooses."""
     empty_unused_memory_level: Literal[0, 1, 2] = 1

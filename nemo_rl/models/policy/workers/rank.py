@@ -85,10 +85,16 @@ class WorkerSettings:
     optimizations: Choice = "auto"
     """Value of `cluster.optimizations`."""
 
-    def threads(self) -> int:
-        """Return the number of CPU threads of this process. It is equal at every start on the same machine."""
+    def threads(self, *, invariant: bool = False) -> int:
+        """Return the number of CPU threads of this process. It is equal at every start on the same machine.
+
+        Args:
+            invariant: whether it must not depend on the number of processes. Then it is 1 unless it is configured.
+        """
         if self.num_threads is not None:
             return self.num_threads
+        if invariant:
+            return 1
         return max(1, usable_cores() // (self.ranks_per_node + self.busy_engines))
 
 
@@ -311,6 +317,8 @@ class PolicyWorker(ScoringWorker):
 
 def input_layout(config: PolicyConfig) -> InputLayout:
     """Read the layout of microbatches from the configuration."""
+    if config.invariant_gradients:
+        return InputLayout(packed=False)
     round_to = row_length_multiple(config)
     if config.dynamic_batching.enabled:
         round_to = math.lcm(round_to, config.dynamic_batching.sequence_length_round)
@@ -332,7 +340,7 @@ class PolicyRank(PolicyWorker):
     """The worker of one rank, with its process group and its backend."""
 
     def __init__(self, config: PolicyConfig, settings: WorkerSettings) -> None:
-        torch.set_num_threads(settings.threads())
+        torch.set_num_threads(settings.threads(invariant=config.invariant_gradients))
         transformers_logging.disable_progress_bar()
         if config.zero_mismatch:
             compute_rows_alike()

@@ -14,8 +14,11 @@ from nemo_rl.config.rules.engines import check_zero_mismatch
 
 CHILD = Path(__file__).with_name("zero_mismatch_child.py")
 TOOLS = Path(__file__).parents[4] / "tools"
-TYPES = ("llama", "qwen3_moe", "gemma3_text")
-MORE_TYPES = ("qwen2", "qwen3", "mistral", "olmo2", "phi3", "glm4", "smollm3", "gpt_oss", "deepseek_v3", "glm4_moe")
+TYPES = ("llama", "qwen3_moe", "gemma2")
+MORE_TYPES = (
+    *("gemma3_text", "cohere2", "qwen2", "qwen3", "mistral", "olmo2", "phi3", "glm4", "smollm3", "gpt_oss"),
+    *("deepseek_v3", "glm4_moe"),
+)
 
 
 def found(*arguments: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_rl.distributed.parallel_logprobs import LogitTransform, SamplingDensity, TopK
-from nemo_rl.models.dtensor.heads import build_causal_lm, find_transform
+from nemo_rl.models.dtensor.heads import build_causal_lm
+from nemo_rl.models.huggingface.logits import find_transform
 from nemo_rl.utils.errors import ConfigError
 
 TOKENS = (torch.arange(20).view(2, 10) * 7 + 3) % VOCAB
