@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class _Held:
-    """Tokens of a row and their cache positions. The first `num_read` have keys and values, computed with an adapter."""
+    """Tokens of a row and their cache positions. The first `num_read` have keys and values of the adapter."""
 
     tokens: NDArray[np.int32]
     places: NDArray[np.int64]
