@@ -10,11 +10,10 @@ Invariant: parameters keep their names, and without an adapter the outputs have 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.models.adapters.tensors import AdapterTensors, LowRankPair
+from nemo_rl.models.adapters.tensors import AdapterTensors, LowRankPair, linear
 from nemo_rl.models.huggingface.layers import parts_without_text, score_head
 from nemo_rl.models.huggingface.mixers import is_used_by_weight
 from nemo_rl.models.huggingface.recurrent import compute_unfused
@@ -41,7 +40,7 @@ class SlotLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""
-        out = F.linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias)
         return out if self.pair is None else out + self.pair.product(x)
 
 

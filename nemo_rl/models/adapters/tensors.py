@@ -56,6 +56,14 @@ def is_of_mlp(name: str) -> bool:
     return not set(MLP_PARTS).isdisjoint(name.split("."))
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Map `[..., in]` to `[..., out]` with one product of matrices.
+
+    For inputs with more dimensions, torch may choose another kernel, with other last bits, if the weight is not trained.
+    """
+    return F.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
 @dataclass(frozen=True, eq=False)
 class LowRankPair:
     """The two matrices of a layer: `scaling x A^T B^T` is added to its output."""
@@ -69,11 +77,11 @@ class LowRankPair:
 
     def inner(self, x: Tensor) -> Tensor:
         """Return `scaling x A^T`, `[..., rank]`, in the dtype of x."""
-        return F.linear(x, self.a.to(x.dtype)) * self.scaling
+        return linear(x, self.a.to(x.dtype)) * self.scaling
 
     def product(self, x: Tensor) -> Tensor:
         """Return `scaling x A^T B^T`, `[..., out]`, in the dtype of x."""
-        return F.linear(self.inner(x), self.b.to(x.dtype))
+        return linear(self.inner(x), self.b.to(x.dtype))
 
 
 @dataclass(frozen=True, eq=False)
