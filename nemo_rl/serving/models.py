@@ -242,7 +242,7 @@ def check_served(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     check_engine_model(policy, cluster)
 
 
-def open_models(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> ServedModels:
+def open_models(policy: PolicyConfig, cluster: ClusterConfig, seed: int, name: str = "served") -> ServedModels:
     """Start the ranks and engines of a base model, and block until they are ready.
 
     With `policy.zero_mismatch=true` the engines continue many rows at once, and the bits of a row do not depend on the
@@ -252,6 +252,7 @@ def open_models(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> Serv
         policy: the base in `model_name`, microbatches, and the engine in `generation`.
         cluster: devices and time limits.
         seed: seed of the ranks and engines. Requests have their own seeds.
+        name: beginning of the names of the processes, which differs between the models of one Ray.
 
     Raises:
         ConfigError: the configuration cannot be served.
@@ -262,12 +263,13 @@ def open_models(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> Serv
     download_models([policy.model_name])
     init_ray(optimizations=cluster.optimizations)
     with ExitStack() as resources:
-        places = _places(cluster)
+        places = _places(cluster, name)
         resources.callback(places.shutdown)
         ranks = AdapterPolicy(
             places,
             _at_temperature_one(policy),
             cluster.timeouts,
+            name_prefix=f"{name}_rank",
             threads_per_rank=cluster.threads_per_rank,
             seed=seed,
             venv=cluster.venvs.get("policy"),
@@ -275,7 +277,8 @@ def open_models(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> Serv
         )
         resources.callback(ranks.shutdown)
         settings = engine_settings(policy, cluster, seed, load_weights=True)
-        engines = make_engines(replace(settings, can_sleep=False, holds_adapters=True), places, cluster)
+        settings = replace(settings, can_sleep=False, holds_adapters=True)
+        engines = make_engines(settings, places, cluster, name_prefix=f"{name}_engine")
         resources.callback(engines.shutdown)
         timeout_s = cluster.timeouts.weight_sync_s
         return ServedModels(ranks, engines, limits_of(policy), timeout_s, resources.pop_all())
@@ -299,14 +302,14 @@ def _at_temperature_one(policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"generation": policy.generation.model_copy(update=plain)})
 
 
-def _places(cluster: ClusterConfig) -> RayVirtualCluster:
+def _places(cluster: ClusterConfig, name: str) -> RayVirtualCluster:
     """Reserve a bundle for each rank, which an engine shares."""
     return RayVirtualCluster(
         [cluster.policy_ranks_per_node] * cluster.num_nodes,
         use_gpus=cluster.uses_gpu,
         max_colocated_worker_groups=2,
         num_gpus_per_node=max(cluster.gpus_per_node, 1),
-        name="serving",
+        name=name,
         placement_group_strategy="STRICT_SPREAD",
         port_range_low=cluster.master_port_range_low,
         port_range_high=cluster.master_port_range_high,

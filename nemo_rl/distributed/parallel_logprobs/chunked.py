@@ -317,7 +317,7 @@ def _lse(x_nV: Tensor, top: TopK) -> Tensor:
     """Return `logsumexp(x / temperature)`, or zeros if no temperature is set."""
     if top.temperature is None:
         return x_nV.new_zeros(x_nV.shape[0])
-    return torch.logsumexp(x_nV / top.temperature, dim=-1)
+    return log_normalizer(x_nV / top.temperature)
 
 
 def topk_of(logits_NV: Tensor, top: TopK) -> tuple[Tensor, Tensor]:

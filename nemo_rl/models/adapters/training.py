@@ -50,11 +50,6 @@ class TrainedAdapter:
         self._sums: dict[str, Tensor] = {}
         """Gradients since the last update. Empty if there are none."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of matrices, gradients and moments after the first update."""
-        return 4 * sum(value.nbytes for value in self._parameters.values())
-
     def take_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the passes since the last call, summed over the ranks in their order.
 

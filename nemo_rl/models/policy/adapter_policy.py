@@ -69,6 +69,7 @@ class AdapterPolicy:
         cluster: Cluster on which the ranks run, with one rank per bundle.
         config: The section `policy`.
         timeouts: Time limits of calls.
+        name_prefix: Prefix of the names of the worker processes.
         threads_per_rank: CPU threads of a rank. If None, the machine's cores divided by its ranks.
         seed: Seed of the ranks.
         venv: Python environment of the ranks. If None, that of the registry.
@@ -84,6 +85,7 @@ class AdapterPolicy:
         config: PolicyConfig,
         timeouts: TimeoutsConfig,
         *,
+        name_prefix: str = "adapter_policy",
         threads_per_rank: int | None = None,
         seed: int = 0,
         venv: VenvConfig | None = None,
@@ -108,7 +110,7 @@ class AdapterPolicy:
         self._workers = RayWorkerGroup(
             cluster,
             RayWorkerBuilder(_WORKER, config, settings).in_environment(venv, "policy", timeouts.venv_s),
-            name_prefix="adapter_policy",
+            name_prefix=name_prefix,
             sharding_annotations=self._layout.sharding,
             env_vars=rank_environment(config, uses_gpu=cluster.use_gpus),
             setup_timeout_s=timeouts.setup_s,

@@ -215,5 +215,3 @@ def test_two_ranks_with_a_sharded_base_equal_one(tmp_path, values):
     scale = max(value.abs().max() for value in alone["gradients"].values())
     for name, value in alone["gradients"].items():
         assert (value - first["gradients"][name]).abs().max() <= rtol * scale, name
-
-
