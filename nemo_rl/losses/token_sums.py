@@ -172,8 +172,9 @@ def check_loss_inputs(
         raise DataError(f"{TARGETS} has the shape {targets.shape} for {num_tokens} tokens. It has to be [N] or [N, K].")
     if targets.ndim == 2 and not loss.several_targets:
         raise DataError(f"The loss {name!r} takes one target at each position, and {TARGETS} is {targets.shape}.")
-    if targets.min() < 0 or targets.max() >= vocab_size:
-        wrong = targets[(targets < 0) | (targets >= vocab_size)].flat[0]
+    ids = targets.astype(np.int64)
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
         raise DataError(f"{TARGETS} holds {wrong}, and token ids are 0 to {vocab_size - 1}.")
     for key in loss.inputs:
         _check_numbers(key, inputs[key], targets.shape)

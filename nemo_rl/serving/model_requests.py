@@ -40,11 +40,7 @@ _NO_LOGPROB = -99999.0
 
 
 def shape_of(spec: AdapterSpec) -> AdapterShape:
-    """Return the shape that a client asks for.
-
-    Raises:
-        RequestError: the rank or alpha cannot be used.
-    """
+    """Return the shape that a client asks for."""
     if not 1 <= spec.rank <= MAX_RANK:
         raise RequestError(f"The rank of an adapter has to be 1 to {MAX_RANK}, and rank={spec.rank} was given.")
     if not (math.isfinite(spec.alpha) and spec.alpha > 0):
@@ -60,11 +56,7 @@ def spec_of(shape: AdapterShape) -> AdapterSpec:
 
 
 def update_params(params: AdamParams) -> UpdateParams:
-    """Return the parameters of an update.
-
-    Raises:
-        RequestError: a parameter is not finite or out of its range.
-    """
+    """Return the parameters of an update."""
     ranges = {
         "learning_rate": (params.learning_rate, params.learning_rate >= 0, "at least 0"),
         "beta1": (params.beta1, 0 <= params.beta1 < 1, "at least 0 and below 1"),
@@ -86,11 +78,7 @@ def update_params(params: AdamParams) -> UpdateParams:
 
 
 def named_loss(loss: LossSpec) -> NamedLoss:
-    """Return a loss with all of its settings.
-
-    Raises:
-        RequestError: the loss or a setting is unknown or cannot be used.
-    """
+    """Return a loss with all of its settings."""
     try:
         return NamedLoss(loss.name, check_loss(loss.name, loss.settings))
     except DataError as error:
@@ -98,11 +86,7 @@ def named_loss(loss: LossSpec) -> NamedLoss:
 
 
 def rows_of(data: Sequence[TrainingDatum], loss: NamedLoss, limits: ModelLimits) -> BatchedDataDict[Any]:
-    """Return the rows of a pass.
-
-    Raises:
-        RequestError: there are no rows, or a row cannot be used. The message has the index of the row.
-    """
+    """Return the rows of a pass."""
     if not data:
         raise RequestError("The request has no sequences.")
     targets, inputs = [], []
@@ -152,22 +136,14 @@ def pass_result(data: Sequence[TrainingDatum], loss_sum: float, logprobs: Tensor
 
 
 def check_prompt(prompt: Sequence[int], limits: ModelLimits) -> NDArray[np.int64]:
-    """Return a prompt as an array.
-
-    Raises:
-        RequestError: the model cannot read it.
-    """
+    """Return a prompt as an array."""
     token_ids = np.asarray(prompt, np.int64)
     _check_tokens(token_ids, limits, "The prompt")
     return token_ids
 
 
 def check_sampling(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> None:
-    """Refuse parameters with which nothing can be sampled.
-
-    Raises:
-        RequestError: a parameter is out of its range, or the prompt leaves no room for a response.
-    """
+    """Refuse parameters with which nothing can be sampled."""
     ranges = {
         "temperature": (
             params.temperature,
@@ -189,11 +165,7 @@ def check_sampling(params: SamplingParams, num_prompt: int, limits: ModelLimits)
 
 
 def score_rows(prompt: NDArray[np.int64], request: ScoreRequest, limits: ModelLimits) -> BatchedDataDict[Any]:
-    """Return the row that scores a prompt of at least two tokens: its tokens, and after them the further targets.
-
-    Raises:
-        RequestError: the request does not fit the prompt or the model.
-    """
+    """Return the row that scores a prompt of at least two tokens: its tokens, and after them the further targets."""
     if not 0 <= request.top_k <= limits.vocab_size:
         raise RequestError(f"top_k={request.top_k} cannot be used: it has to be 0 to {limits.vocab_size}.")
     if request.last_n is not None and request.last_n < 0:

@@ -265,16 +265,8 @@ def open_models(policy: PolicyConfig, cluster: ClusterConfig, seed: int, name: s
     with ExitStack() as resources:
         places = _places(cluster, name)
         resources.callback(places.shutdown)
-        ranks = AdapterPolicy(
-            places,
-            _at_temperature_one(policy),
-            cluster.timeouts,
-            name_prefix=f"{name}_rank",
-            threads_per_rank=cluster.threads_per_rank,
-            seed=seed,
-            venv=cluster.venvs.get("policy"),
-            optimizations=cluster.optimizations,
-        )
+        plain = _at_temperature_one(policy)
+        ranks = AdapterPolicy(places, plain, cluster, name_prefix=f"{name}_rank", seed=seed)
         resources.callback(ranks.shutdown)
         settings = engine_settings(policy, cluster, seed, load_weights=True)
         settings = replace(settings, can_sleep=False, holds_adapters=True)

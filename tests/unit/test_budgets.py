@@ -19,9 +19,9 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 100_900, "all": 126_500}
-FILES = {"core": 555, "all": 718}
-FOLDERS = 88
+LINES = {"core": 102_300, "all": 128_600}
+FILES = {"core": 560, "all": 726}
+FOLDERS = 90
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4

@@ -1,4 +1,4 @@
-"""Hold many low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) beside one frozen model.
+"""Hold many low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) of one frozen model.
 
 `slots` puts modules in the places of linear layers, which compute with the adapter that is in use. `tensors` has the
 two matrices of each layer, `training` their gradients and their optimizer, and `files` their folders. Trainers and

@@ -59,7 +59,7 @@ def is_of_mlp(name: str) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Map `[..., in]` to `[..., out]` with one product of matrices.
 
-    For inputs with more dimensions, torch may choose another kernel, with other last bits, if the weight is not trained.
+    For more dimensions, torch may choose another kernel, with other last bits, if the weight is not trained.
     """
     return F.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
@@ -102,8 +102,9 @@ class AdapterTensors:
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "AdapterTensors":
         """Return an adapter of the same shape with other matrices, named as in `parameters`."""
+        a, b = ADAPTER_PARAMETERS
         pairs = {
-            name: LowRankPair(*(parameters[f"{name}.{last}"] for last in ADAPTER_PARAMETERS), pair.scaling)
+            name: LowRankPair(parameters[f"{name}.{a}"], parameters[f"{name}.{b}"], pair.scaling)
             for name, pair in self.pairs.items()
         }
         return replace(self, pairs=pairs)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.config import PolicyConfig, TimeoutsConfig, VenvConfig
+from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -27,7 +27,6 @@ from nemo_rl.models.policy.lm_policy import rank_environment
 from nemo_rl.models.policy.rank_calls import RankCalls
 from nemo_rl.models.policy.workers.adapter_rank import LOSS_INPUTS, NamedLoss, Refusal
 from nemo_rl.models.policy.workers.rank import WorkerSettings
-from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.errors import ConfigError, DataError
 
 _WORKER = "nemo_rl.models.policy.workers.adapter_rank.AdapterRank"
@@ -35,11 +34,7 @@ _BACKEND = "nemo_rl.models.dtensor.backend.SlotBackend"
 
 
 def check_adapter_policy(config: PolicyConfig) -> None:
-    """Refuse settings that adapters on one base do not support.
-
-    Raises:
-        ConfigError: a setting is not supported. The message names it.
-    """
+    """Refuse settings that adapters on one base do not support."""
     section = config.dtensor_cfg
     if config.backend_key != "dtensor_cfg":
         raise ConfigError(f"Adapters on one base need policy.dtensor_cfg, and policy.{config.backend_key} is enabled.")
@@ -66,64 +61,52 @@ class AdapterPolicy:
     """A frozen base with many adapters, each with its optimizer.
 
     Args:
-        cluster: Cluster on which the ranks run, with one rank per bundle.
+        places: Bundles in which the ranks run, one in each.
         config: The section `policy`.
-        timeouts: Time limits of calls.
+        cluster: The section `cluster`, with time limits, threads and environments.
         name_prefix: Prefix of the names of the worker processes.
-        threads_per_rank: CPU threads of a rank. If None, the machine's cores divided by its ranks.
         seed: Seed of the ranks.
-        venv: Python environment of the ranks. If None, that of the registry.
-
-    Raises:
-        ConfigError: The configuration does not support adapters, or a rank refuses it.
-        ResourceInsufficientError, DeadlineExceededError, WorkerDiedError: The ranks did not start.
     """
 
     def __init__(
         self,
-        cluster: RayVirtualCluster,
+        places: RayVirtualCluster,
         config: PolicyConfig,
-        timeouts: TimeoutsConfig,
+        cluster: ClusterConfig,
         *,
         name_prefix: str = "adapter_policy",
-        threads_per_rank: int | None = None,
         seed: int = 0,
-        venv: VenvConfig | None = None,
-        optimizations: Choice = "auto",
     ) -> None:
         check_adapter_policy(config)
+        timeouts, venv = cluster.timeouts, cluster.venvs.get("policy")
         self._config, self._timeouts = config, timeouts
-        ranks_of_node = Counter(place.node_idx for place in plan_places(cluster.bundle_counts, None, None))
+        ranks_of_node = Counter(place.node_idx for place in plan_places(places.bundle_counts, None, None))
         self._layout = ParallelLayout.of(config, ranks_of_node.total())
         settings = WorkerSettings(
             backend=_BACKEND,
             layout=self._layout,
-            uses_gpu=cluster.use_gpus,
-            num_threads=threads_per_rank,
+            uses_gpu=places.use_gpus,
+            num_threads=cluster.threads_per_rank,
             ranks_per_node=max(ranks_of_node.values()),
             collective_timeout_s=timeouts.train_s,
             seed=seed,
             init_optimizer=False,
             init_reference_model=False,
-            optimizations=optimizations,
+            optimizations=cluster.optimizations,
         )
         self._workers = RayWorkerGroup(
-            cluster,
+            places,
             RayWorkerBuilder(_WORKER, config, settings).in_environment(venv, "policy", timeouts.venv_s),
             name_prefix=name_prefix,
             sharding_annotations=self._layout.sharding,
-            env_vars=rank_environment(config, uses_gpu=cluster.use_gpus),
+            env_vars=rank_environment(config, uses_gpu=places.use_gpus),
             setup_timeout_s=timeouts.setup_s,
             call_timeout_s=timeouts.train_s,
         )
         self._ranks = RankCalls(self._workers, self._layout, timeouts)
 
     def create(self, adapter: str, shape: AdapterShape) -> None:
-        """Add an adapter that has no effect.
-
-        Raises:
-            DataError: the shape cannot be used.
-        """
+        """Add an adapter that has no effect."""
         _accepted(self._everywhere("create_adapter", name=adapter, shape=shape))
 
     def run_pass(
@@ -137,9 +120,6 @@ class AdapterPolicy:
 
         Returns:
             The sum of the loss, and the log-probabilities `[B, T, k]` of the targets.
-
-        Raises:
-            DataError: a row is longer than a microbatch may be, or the loss or its gradient is not finite.
         """
         sharded = self._sharded(rows)
         call = {"adapter": adapter, "loss": loss, "backward": backward}
@@ -152,20 +132,12 @@ class AdapterPolicy:
         return norm
 
     def save(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Write an adapter into a new folder.
-
-        Raises:
-            DataError: the folder exists or cannot be written.
-        """
+        """Write an adapter into a new folder."""
         arguments = {"name": adapter, "folder": str(folder.absolute()), "with_optimizer": with_optimizer}
         self._of_one("save_adapter", **arguments)
 
     def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> AdapterShape:
-        """Add the adapter of a folder, with its optimizer or a new one, and return its shape.
-
-        Raises:
-            DataError: the folder has no adapter of this base, or no optimizer state that is wanted.
-        """
+        """Add the adapter of a folder, with its optimizer or a new one, and return its shape."""
         arguments = {"name": adapter, "folder": str(folder.absolute()), "with_optimizer": with_optimizer}
         shape: AdapterShape = _accepted(self._everywhere("load_adapter", **arguments))
         return shape
@@ -180,11 +152,7 @@ class AdapterPolicy:
         return self.sampler_tensors(sampler)
 
     def load_sampler(self, sampler: str, folder: Path) -> AdapterTensors:
-        """Keep the adapter of a folder as a sampler, and return it.
-
-        Raises:
-            DataError: the folder has no adapter of this base.
-        """
+        """Keep the adapter of a folder as a sampler, and return it."""
         _accepted(self._everywhere("load_sampler", sampler=sampler, folder=str(folder.absolute())))
         return self.sampler_tensors(sampler)
 
@@ -194,11 +162,7 @@ class AdapterPolicy:
         return tensors
 
     def save_sampler(self, sampler: str, folder: Path) -> None:
-        """Write the adapter of a sampler into a new folder.
-
-        Raises:
-            DataError: the folder exists or cannot be written.
-        """
+        """Write the adapter of a sampler into a new folder."""
         self._of_one("save_sampler", sampler=sampler, folder=str(folder.absolute()))
 
     def drop_sampler(self, sampler: str) -> None:
@@ -236,11 +200,7 @@ class AdapterPolicy:
 
 
 def _accepted(answers: Sequence[Any]) -> Any:
-    """Return the first rank's answer.
-
-    Raises:
-        DataError: the ranks refused the request.
-    """
+    """Return the first rank's answer."""
     if isinstance(answers[0], Refusal):
         raise DataError(answers[0].reason)
     return answers[0]
