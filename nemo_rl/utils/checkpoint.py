@@ -226,14 +226,14 @@ class CheckpointManager:
         if not folder.name.startswith("tmp_step_") or not (folder / _INFO_FILE).exists():
             raise CheckpointError(f"{folder} is not a folder made by init_tmp_checkpoint.")
         write_manifest(folder)
-        _flush_tree(folder)
+        flush_tree(folder)
         final = folder.with_name(folder.name.removeprefix("tmp_"))
         old = folder.with_name(f"old_{final.name}")
         if final.exists():
             os.replace(final, old)
         os.replace(folder, final)
         try:
-            _flush_folder(self.checkpoint_dir)
+            flush_folder(self.checkpoint_dir)
             if os.path.lexists(old):
                 _remove(old)
             self.remove_old_checkpoints()
@@ -359,16 +359,17 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _flush_tree(folder: Path) -> None:
-    """Flush every file to disk before the folder is renamed."""
+def flush_tree(folder: Path) -> None:
+    """Flush every file below a folder to disk, before the folder is renamed."""
     for root, _, files in os.walk(folder):
         for name in files:
             with open_regular(os.path.join(root, name)) as file:
                 os.fsync(file.fileno())
-        _flush_folder(Path(root))
+        flush_folder(Path(root))
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -31,6 +31,7 @@ LAYERS: list[set[str]] = [
     {"sandbox"},
     {"kits"},
     {"agents"},
+    {"serving"},
     {"commands"},
 ]
 """Packages from the lowest layer. The core ends with `launch`: it never imports the optional packages above it, and
@@ -213,6 +214,7 @@ def test_imports_inside_a_package_run_one_way(package):
 
 MODEL_ARROWS: dict[str, set[str]] = {
     "accepted_rows": set(),
+    "adapters": {"huggingface", "training"},
     "attention": set(),
     "batch_rows": set(),
     "expert_routing": set(),
@@ -224,7 +226,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "training.backends": {"accepted_rows", "capacity", "huggingface"},
     "draft": {"attention", "draft.shape", "huggingface", "training"},
     "dtensor": {
-        *("accepted_rows", "attention", "capacity", "draft", "expert_routing", "huggingface"),
+        *("accepted_rows", "adapters", "attention", "capacity", "draft", "expert_routing", "huggingface"),
         *("training", "training.backends"),
     },
     "megatron": {
@@ -232,10 +234,10 @@ MODEL_ARROWS: dict[str, set[str]] = {
         *("training", "training.backends"),
     },
     "policy.interfaces": {"batch_rows"},
-    "policy.workers": {"batch_rows", "huggingface", "training"},
-    "policy": {"batch_rows", "policy.interfaces", "policy.workers", "training", "training.backends"},
+    "policy.workers": {"adapters", "batch_rows", "huggingface", "training"},
+    "policy": {"adapters", "batch_rows", "policy.interfaces", "policy.workers", "training", "training.backends"},
     "generation": {
-        *("accepted_rows", "attention", "capacity", "draft", "draft.shape", "huggingface"),
+        *("accepted_rows", "adapters", "attention", "capacity", "draft", "draft.shape", "huggingface"),
         *("quantization", "training"),
     },
     "generation.megatron": {"attention", "generation", "huggingface", "megatron", "training"},

@@ -16,12 +16,12 @@ from package_source import PACKAGE, files, tree_of
 
 pytestmark = pytest.mark.fast
 
-OPTIONAL = ("sandbox", "kits", "agents", "commands")
+OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 101_300, "all": 127_000}
-FILES = {"core": 557, "all": 720}
-FOLDERS = 88
+LINES = {"core": 102_800, "all": 134_000}
+FILES = {"core": 564, "all": 760}
+FOLDERS = 92
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4

@@ -16,9 +16,16 @@ from nemo_rl.distributed.parallel_logprobs.chunked import (
     topk_of,
 )
 from nemo_rl.distributed.parallel_logprobs.density import SamplingDensity, apply_top_k_top_p, log_normalizer
-from nemo_rl.distributed.parallel_logprobs.head import LogitTransform, default_chunk_size, initial_head, scalar_outputs
+from nemo_rl.distributed.parallel_logprobs.head import (
+    HeadUpdate,
+    LogitTransform,
+    default_chunk_size,
+    initial_head,
+    scalar_outputs,
+)
 
 __all__ = [
+    "HeadUpdate",
     "LogitTransform",
     "SamplingDensity",
     "TopK",

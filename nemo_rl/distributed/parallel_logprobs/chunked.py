@@ -20,7 +20,14 @@ from nemo_rl.distributed.parallel_logprobs.density import (
     logits_of_density,
 )
 from nemo_rl.distributed.parallel_logprobs.fusion import fused_on_gpu
-from nemo_rl.distributed.parallel_logprobs.head import PLAIN, LogitTransform, OutputHead, default_chunk_size, widen
+from nemo_rl.distributed.parallel_logprobs.head import (
+    PLAIN,
+    HeadUpdate,
+    LogitTransform,
+    OutputHead,
+    default_chunk_size,
+    widen,
+)
 from nemo_rl.distributed.ranks.collectives import Group, all_gather, all_reduce
 
 
@@ -34,12 +41,13 @@ def token_logprobs(
     transform: LogitTransform = PLAIN,
     group: Group = None,
     chunk_size: int | None = None,
+    update: HeadUpdate | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probabilities of one or several targets of each token, and the entropy of its distribution.
 
     With `x = transform(h W^T + b) / temperature`, restricted to the tokens the sampler kept:
     `logprob = x[target] - logsumexp(x)` and `entropy = -sum_v p_v log p_v`. Both are differentiable
-    in `hidden_ND`, `weight_VD` and `bias_V`; logits are recomputed chunk by chunk in the backward pass.
+    in `hidden_ND`, `weight_VD`, `bias_V` and `update`; logits are recomputed chunk by chunk in the backward pass.
 
     A target that the filter would exclude is kept in the density, because the sampler did draw it: only rounding
     differences between the logits of sampler and trainer can exclude it. Its log-probability stays finite.
@@ -57,13 +65,18 @@ def token_logprobs(
         transform: function that the model applies to the linear layer's output.
         group: the ranks that divide the head; None if this rank has the whole head.
         chunk_size: tokens per chunk of logits; if None, `default_chunk_size`.
+        update: low-rank update of the head's product, for undivided heads only.
 
     Returns:
         `(logprobs, entropy_N)`, float32 (float64 for float64 inputs); `logprobs` has the shape of the targets.
     """
+    assert update is None or group is None, "ranks do not divide a head with an update"
     density = density or SamplingDensity()
     chunk_size = chunk_size or default_chunk_size(on_gpu=hidden_ND.is_cuda)
-    return _ChunkedTokenLogprobs.apply(hidden_ND, weight_VD, bias_V, targets_N, transform, group, density, chunk_size)
+    inner, rows = (None, None) if update is None else update
+    return _ChunkedTokenLogprobs.apply(
+        hidden_ND, weight_VD, bias_V, inner, rows, targets_N, transform, group, density, chunk_size
+    )
 
 
 def logprobs_from_logits(
@@ -129,6 +142,8 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
+        inner_NR: Tensor | None,
+        rows_VR: Tensor | None,
         targets_N: Tensor,
         transform: LogitTransform,
         group: Group,
@@ -143,11 +158,12 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         statistics = fused_on_gpu(_statistics, hidden_ND)
         for start in range(0, hidden_ND.shape[0], chunk_size):
             part = slice(start, start + chunk_size)
-            x_nV = logits_of_density(head.logits(hidden_ND[part]), targets_N[part], density, group)
+            y_nV = head.logits(hidden_ND[part], _update(inner_NR, rows_VR, part))
+            x_nV = logits_of_density(y_nV, targets_N[part], density, group)
             target_Nk[part], lse_N[part], mean_N[part] = statistics(x_nV, columns_Nk[part])
         if here_Nk is not None:
             target_Nk, lse_N, mean_N = _over_all_ranks(target_Nk, lse_N, mean_N, here_Nk, group)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, mean_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, inner_NR, rows_VR, targets_N, lse_N, mean_N)
         ctx.transform, ctx.group, ctx.density, ctx.chunk_size = transform, group, density, chunk_size
         ctx.set_materialize_grads(False)
         return (target_Nk - lse_N[:, None]).view(targets_N.shape), lse_N - mean_N
@@ -155,7 +171,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Any, ...]:
-        hidden_ND, weight_VD, bias_V, targets_N, lse_N, mean_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, inner_NR, rows_VR, targets_N, lse_N, mean_N = ctx.saved_tensors
         head = OutputHead(weight_VD, bias_V, ctx.transform, ctx.group)
         columns_Nk, here_Nk = head.locate(columns(targets_N))
         if grad_logprobs_N is None:
@@ -164,11 +180,11 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         grad_targets_Nk = grad_logprobs_Nk if here_Nk is None else grad_logprobs_Nk * here_Nk
         if grad_entropy_N is not None and not grad_entropy_N.is_cuda and not grad_entropy_N.any():
             grad_entropy_N = None  # only on CPUs, as the check would wait for a GPU
-        gradients = _Gradients(ctx, head, hidden_ND)
+        gradients = _Gradients(ctx, head, hidden_ND, None if inner_NR is None else HeadUpdate(inner_NR, rows_VR))
         grad_logits = fused_on_gpu(_grad_logits, hidden_ND)
         for start in range(0, hidden_ND.shape[0], ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            y_nV = head.logits(hidden_ND[part])
+            y_nV = head.logits(hidden_ND[part], _update(inner_NR, rows_VR, part))
             x_nV = logits_of_density(y_nV, targets_N[part], ctx.density, ctx.group)
             if ctx.transform.cap is None:
                 y_nV = x_nV  # frees y
@@ -182,10 +198,15 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         return *gradients.results(), None, None, None, None, None
 
 
-class _Gradients:
-    """The requested gradients of hidden states, weight and bias, summed over tokens in float32 or wider."""
+def _update(inner_NR: Tensor | None, rows_VR: Tensor | None, part: slice) -> HeadUpdate | None:
+    """Return the update of a chunk of tokens, or None without an update."""
+    return None if inner_NR is None or rows_VR is None else HeadUpdate(inner_NR[part], rows_VR)
 
-    def __init__(self, ctx: Any, head: OutputHead, hidden_ND: Tensor) -> None:
+
+class _Gradients:
+    """The requested gradients of the head's inputs and parameters, summed over tokens in float32 or wider."""
+
+    def __init__(self, ctx: Any, head: OutputHead, hidden_ND: Tensor, update: HeadUpdate | None) -> None:
         wide = torch.promote_types(head.weight_VD.dtype, torch.float32)
         self._head, self._hidden_ND = head, hidden_ND
         self._hidden = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
@@ -193,6 +214,12 @@ class _Gradients:
         self._bias: Tensor | None = None
         if head.bias_V is not None and ctx.needs_input_grad[2]:
             self._bias = torch.zeros_like(head.bias_V, dtype=wide)
+        self._update = update
+        self._inner: Tensor | None = None
+        self._rows: Tensor | None = None
+        if update is not None:
+            self._inner = torch.zeros_like(update.inner_NR) if ctx.needs_input_grad[3] else None
+            self._rows = torch.zeros_like(update.weight_VR, dtype=wide) if ctx.needs_input_grad[4] else None
 
     def add(self, part: slice, grad_x_nV: Tensor) -> None:
         """Add the gradients of the linear layer for a chunk."""
@@ -204,14 +231,24 @@ class _Gradients:
             self._hidden[part] = grad_x_nV @ self._head.weight_VD
         if self._weight is not None:
             self._weight += grad_x_nV.t() @ h_nD
+        if self._update is not None:
+            if self._inner is not None:
+                self._inner[part] = grad_x_nV @ self._update.weight_VR
+            if self._rows is not None:
+                self._rows += grad_x_nV.t() @ self._update.inner_NR[part]
 
-    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden states, weight and bias in the inputs' dtypes, or None if not requested."""
-        weight, bias = self._weight, self._bias
+    def results(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states, weight, bias and the update's two parts, or None if not requested.
+
+        They have the dtypes of the inputs.
+        """
+        weight, bias, rows = self._weight, self._bias, self._rows
         return (
             self._hidden,
             None if weight is None else weight.to(self._head.weight_VD.dtype),
             None if bias is None or self._head.bias_V is None else bias.to(self._head.bias_V.dtype),
+            self._inner,
+            None if rows is None or self._update is None else rows.to(self._update.weight_VR.dtype),
         )
 
 
@@ -237,6 +274,7 @@ def topk_logits(
     transform: LogitTransform = PLAIN,
     group: Group = None,
     chunk_size: int | None = None,
+    update: HeadUpdate | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest logits of each token with their ids, largest first, without gradients.
 
@@ -248,6 +286,7 @@ def topk_logits(
         transform: function that the model applies to the linear layer's output.
         group: the ranks that divide the head; None if this rank has the whole head.
         chunk_size: tokens per chunk of logits; if None, `default_chunk_size`.
+        update: low-rank update of the head's product, for undivided heads only.
 
     Returns:
         `(logits_Nk, ids_Nk)`: float32 (float64 for float64 inputs) at temperature 1, and int64. The ids are those of
@@ -260,7 +299,7 @@ def topk_logits(
     ids_Nk = hidden_ND.new_empty((hidden_ND.shape[0], top.k), dtype=torch.int64)
     for start in range(0, hidden_ND.shape[0], chunk_size):
         part = slice(start, start + chunk_size)
-        x_nV = head.logits(hidden_ND[part])
+        x_nV = head.logits(hidden_ND[part], None if update is None else update.rows(part))
         logits_Nk[part], ids_Nk[part] = topk_of(x_nV, top) if group is None else _topk_of_all(x_nV, top, head)
     return logits_Nk, ids_Nk
 
@@ -278,7 +317,7 @@ def _lse(x_nV: Tensor, top: TopK) -> Tensor:
     """Return `logsumexp(x / temperature)`, or zeros if no temperature is set."""
     if top.temperature is None:
         return x_nV.new_zeros(x_nV.shape[0])
-    return torch.logsumexp(x_nV / top.temperature, dim=-1)
+    return log_normalizer(x_nV / top.temperature)
 
 
 def topk_of(logits_NV: Tensor, top: TopK) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Apply a model's output head: a linear layer (whole, or this rank's rows) and the function after it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,23 @@ class LogitTransform:
 PLAIN = LogitTransform()
 
 
+class HeadUpdate(NamedTuple):
+    """A low-rank update of the head's product: `u B^T` is added to `h W^T`, with `u = scaling h A^T`."""
+
+    inner_NR: Tensor
+    """u, the scaled product of hidden states and A."""
+    weight_VR: Tensor
+    """B."""
+
+    def rows(self, part: slice) -> "HeadUpdate":
+        """Return the update of some tokens."""
+        return HeadUpdate(self.inner_NR[part], self.weight_VR)
+
+    def product(self) -> Tensor:
+        """Return `u B^T` in the dtype of u."""
+        return self.inner_NR @ self.weight_VR.t()
+
+
 @dataclass(frozen=True)
 class OutputHead:
     """This rank's part of the output head."""
@@ -62,14 +80,21 @@ class OutputHead:
         """Token id of this rank's first row."""
         return 0 if self.group is None else self.group.rank() * self.weight_VD.shape[0]
 
-    def logits(self, h_nD: Tensor) -> Tensor:
-        """Compute the `[n, V]` logits of this rank's rows as a new tensor, in float32 or wider."""
+    def logits(self, h_nD: Tensor, update: HeadUpdate | None = None) -> Tensor:
+        """Compute the `[n, V]` logits of this rank's rows as a new tensor, in float32 or wider.
+
+        Args:
+            h_nD: hidden states.
+            update: update of the product for these tokens, or None.
+        """
         if h_nD.is_cuda and h_nD.dtype in (torch.bfloat16, torch.float16):
             x_nV = torch.mm(h_nD, self.weight_VD.t(), out_dtype=torch.float32)
         else:
             x_nV = widen(h_nD @ self.weight_VD.t())
         if self.bias_V is not None:
             x_nV = x_nV + self.bias_V.to(x_nV.dtype)
+        if update is not None:
+            x_nV = x_nV + widen(update.product())
         return self.transform.apply_(x_nV)
 
     def locate(self, ids_Nk: Tensor) -> tuple[Tensor, Tensor | None]:

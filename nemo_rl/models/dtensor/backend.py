@@ -37,7 +37,7 @@ from nemo_rl.models.attention.registered import VARLEN_ATTENTION
 from nemo_rl.models.draft.head import load_draft, prepared_draft
 from nemo_rl.models.draft.trainer import DraftRows, DraftTrainer, Taps, build_draft_model
 from nemo_rl.models.dtensor import lora as adapter_io
-from nemo_rl.models.dtensor.build import Built, build_model
+from nemo_rl.models.dtensor.build import Built, build_model, build_with_slots
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
 from nemo_rl.models.dtensor.checkpoints import training_state
 from nemo_rl.models.dtensor.checkpoints.held_weights import Results, held_weights
@@ -453,6 +453,31 @@ class DTensorBackend(TorchBackend):
             training_state.load_training_state(
                 self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
             )
+
+
+class SlotBackend(DTensorBackend):
+    """A frozen model whose linear layers compute with the adapters of `models.adapters`."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        device: torch.device,
+        layout: ParallelLayout | None = None,
+        *,
+        init_optimizer: bool = False,
+        init_reference_model: bool = False,
+        seed: int = 0,
+    ) -> None:
+        assert not (init_optimizer or init_reference_model), "the base is frozen"
+        super().__init__(
+            config,
+            device,
+            layout,
+            init_optimizer=False,
+            init_reference_model=False,
+            seed=seed,
+            build=build_with_slots,
+        )
 
 
 def _draft_rows(inputs: ModelInputs) -> DraftRows:

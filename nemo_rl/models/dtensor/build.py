@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import LogitTransform
+from nemo_rl.models.adapters.slots import put_slots
 from nemo_rl.models.dtensor.attention import attention_to_load, can_share_prompts, choose_attention, set_attention
 from nemo_rl.models.dtensor.checkpoints.lazy_weights import LazyWeights, weights_left_in_files
 from nemo_rl.models.dtensor.heads import (
@@ -102,6 +103,17 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
     fix_rotary_frequencies(hf, context)
     found = decide_on_rank0(lambda: try_out(small_probe_model(hf), context, config))
     return Built(adapted(hf, config, found, seed), lazy_weights, found.shares_prompts)
+
+
+def build_with_slots(config: PolicyConfig, seed: int) -> Built:
+    """Build a frozen model whose linear layers can have the adapters of `models.adapters`. The call is collective.
+
+    Raises:
+        ConfigError: the architecture does not support the settings, or has no linear layers.
+    """
+    built = build_model(config, seed)
+    put_slots(built.model.hf)
+    return built
 
 
 def longest_sequence(config: PolicyConfig) -> int:

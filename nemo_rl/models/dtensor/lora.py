@@ -38,6 +38,7 @@ from nemo_rl.config import LoraConfig
 from nemo_rl.distributed.ranks.placements import held_here, whole
 from nemo_rl.distributed.ranks.tensor_block import block_here
 from nemo_rl.files.regular_file import read_text
+from nemo_rl.models.adapters.slots import linear_names
 from nemo_rl.models.dtensor.checkpoints.model_files import saved_weights, weights_by_name
 from nemo_rl.models.dtensor.pipeline.stages import joined, of_all_stages
 from nemo_rl.models.huggingface.checkpoint_names import TensorGroup, converts, groups_in_memory
@@ -51,8 +52,7 @@ from nemo_rl.models.huggingface.folders import (
     peft_key,
     write_adapter,
 )
-from nemo_rl.models.huggingface.layers import SCORE_HEAD, parts_without_text, score_head
-from nemo_rl.models.huggingface.mixers import is_used_by_weight
+from nemo_rl.models.huggingface.layers import SCORE_HEAD, score_head
 from nemo_rl.models.huggingface.recurrent import compute_unfused
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS, generator_of, initial_a, require_moved, select_modules
@@ -135,7 +135,7 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
     Raises:
         ConfigError: a pattern matches no linear layer, no layer is selected, or a selected layer shares its weight.
     """
-    names = select_modules(_linear_names(hf), config, SECTION)
+    names = select_modules(linear_names(hf), config, SECTION)
     _refuse_shared(hf, names)
     compute_unfused(hf)
     hf.requires_grad_(False)
@@ -216,21 +216,6 @@ def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
             f"policy.dtensor_cfg.lora_cfg adapts layers whose weight is shared with others: {', '.join(shared)}. "
             "Name them in policy.dtensor_cfg.lora_cfg.exclude_modules."
         )
-
-
-def _linear_names(hf: PreTrainedModel) -> list[str]:
-    """Return the names of plain linear layers, except those of modules for images or sound.
-
-    The output head is also left out, because its weight is used in chunks and its forward is not called. So are other
-    layers whose forward is not called (`mixers.is_used_by_weight`), and the head of a sequence classifier, which is
-    trained as a whole.
-    """
-    others = {id(module) for part in parts_without_text(hf) for module in part.modules()} | {
-        id(hf.get_output_embeddings()),
-        id(score_head(hf)),
-    }
-    linear = [(name, module) for name, module in hf.named_modules() if type(module) is nn.Linear]
-    return [name for name, module in linear if id(module) not in others and not is_used_by_weight(name, module)]
 
 
 _NOT_MERGED = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")

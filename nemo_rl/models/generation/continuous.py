@@ -30,7 +30,7 @@ from nemo_rl.models.attention import AttentionPlan, Piece
 from nemo_rl.models.attention.kernels import CachedPass, KeysAndValues
 from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.generation.rows import RowsEngine
+from nemo_rl.models.generation.rows import RowsEngine, by_adapter
 from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.utils.errors import GenerationError
 
@@ -49,11 +49,12 @@ class Cost(NamedTuple):
 
 @dataclass
 class _Held:
-    """Tokens of a row and their cache positions. The first `num_read` of them have keys and values."""
+    """Tokens of a row and their cache positions. The first `num_read` have keys and values of the adapter."""
 
     tokens: NDArray[np.int32]
     places: NDArray[np.int64]
     num_read: int
+    adapter: str | None = None
 
 
 class TokenCache:
@@ -85,24 +86,30 @@ class TokenCache:
         """The bytes of the keys and values of all layers that have been read."""
         return sum(part.nbytes for layer in self._layers.values() for part in layer)
 
-    def cost(self, token_ids: Sequence[int]) -> Cost:
+    def cost(self, token_ids: Sequence[int], adapter: str | None = None) -> Cost:
         """Return the number of uncached tokens of a new row, and the number of positions that it would take."""
-        other, length = self._longest_start(np.array(token_ids, np.int32))
+        other, length = self._longest_start(np.array(token_ids, np.int32), adapter)
         num_new = len(token_ids) - length
         unused = 0 if other is None else np.count_nonzero(self._users[self._held(other).places[:length]] == 0)
         return Cost(num_new, num_new + int(unused))
 
-    def enter(self, row: str, token_ids: Sequence[int]) -> int:
-        """Assign positions to a new row's tokens. Return how many of them, without the last, need not be read."""
+    def enter(self, row: str, token_ids: Sequence[int], adapter: str | None = None) -> int:
+        """Assign positions to a new row's tokens. Return how many of them, without the last, need not be read.
+
+        Args:
+            row: Name of the row.
+            token_ids: Its tokens.
+            adapter: Name of the adapter that computes the row. Only rows of one adapter share keys and values.
+        """
         tokens = np.array(token_ids, np.int32)
-        other, length = self._longest_start(tokens)
+        other, length = self._longest_start(tokens, adapter)
         places = np.empty(0, np.int64) if other is None else self._held(other).places[:length]
         if other in self._ended:
             self._ended[other] = self._ended.pop(other)
         self.room -= int(np.count_nonzero(self._users[places] == 0))
         self._users[places] += 1
         self._holders[places] += 1
-        self._running[row] = _Held(tokens[:length], places, length)
+        self._running[row] = _Held(tokens[:length], places, length, adapter)
         self._extend(self._running[row], tokens[length:])
         return length
 
@@ -155,10 +162,12 @@ class TokenCache:
     def _held(self, row: str) -> _Held:
         return self._running[row] if row in self._running else self._ended[row]
 
-    def _longest_start(self, tokens: NDArray[np.int32]) -> tuple[str | None, int]:
+    def _longest_start(self, tokens: NDArray[np.int32], adapter: str | None) -> tuple[str | None, int]:
         """Return the row that shares the most first tokens with `tokens`, and their number without the last token."""
         best, length, most = None, 0, len(tokens) - 1
         for row, held in chain(self._running.items(), self._ended.items()):
+            if held.adapter != adapter:
+                continue
             reach = min(most, len(held.tokens))
             if reach > length and np.array_equal(held.tokens[: length + 1], tokens[: length + 1]):
                 differ = held.tokens[:reach] != tokens[:reach]
@@ -230,9 +239,9 @@ class ContinuousEngine(RowsEngine):
             `[b, V]` logits after the last token of each row.
         """
 
-    def enter(self, row: str, token_ids: Sequence[int]) -> None:
+    def enter(self, row: str, token_ids: Sequence[int], adapter: str | None = None) -> None:
         """Call `TokenCache.enter`. An engine of several ranks calls it on all of them, as the next two."""
-        self._cache.enter(row, token_ids)
+        self._cache.enter(row, token_ids, adapter)
 
     def leave(self, rows: Sequence[str]) -> None:
         """Call `TokenCache.leave`."""
@@ -244,14 +253,19 @@ class ContinuousEngine(RowsEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Advance all rows (`SteppedEngine.step`). The cache has all tokens of a row but the last one."""
+        """Advance all rows (`SteppedEngine.step`). The cache has all tokens of a row but the last one.
+
+        A pass reads the rows of one adapter.
+        """
         is_full = self._make_room()
         rows = {row.request_id: row.token_ids[-1:] for row in self._active}
         rows |= {} if is_full else self._admitted()
-        logits_bV = self.read(rows)
+        for part in by_adapter(self._active):
+            with self.computing_with(part[0].adapter):
+                logits_bV = self.read({row.request_id: rows[row.request_id] for row in part})
+            for row, logits_V in zip(part, logits_bV, strict=True):
+                self.extend(row, logits_V)
         self._most_used = max(self._most_used, self._cache.num_places - self._cache.room)
-        for row, logits_V in zip(self._active, logits_bV, strict=True):
-            self.extend(row, logits_V)
         return self.take_finished(list(self._active))
 
     def _make_room(self) -> bool:
@@ -270,10 +284,10 @@ class ContinuousEngine(RowsEngine):
         left, most_new = len(self._active) + int(_SPARE * self._cache.num_places), MOST_NEW_TOKENS
         for row in self._waiting[: MOST_ROWS - len(self._active)]:
             tokens = row.tokens
-            cost = self._cache.cost(tokens)
+            cost = self._cache.cost(tokens, row.request.adapter)
             if self._active and (cost.num_new > most_new or cost.room + left > self._cache.room):
                 break
-            self.enter(row.request_id, tokens)
+            self.enter(row.request_id, tokens, row.request.adapter)
             most_new -= cost.num_new
             self._active.append(row)
             admitted[row.request_id] = []

@@ -11,6 +11,8 @@ own (`continuous.TokenCache`). With `row_invariance`, its log-probabilities have
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, NamedTuple, override
 
 import torch
@@ -22,11 +24,13 @@ from nemo_rl.data.images.rows import require_images
 from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has_position_rule, position_ids
 from nemo_rl.files.trusted_code import may_run
 from nemo_rl.models.accepted_rows import require_parameters
+from nemo_rl.models.adapters.slots import AdapterSlots, put_slots
+from nemo_rl.models.adapters.tensors import AdapterTensors
 from nemo_rl.models.attention.kernels import CachedPass
 from nemo_rl.models.attention.registered import register_varlen_attention
 from nemo_rl.models.generation.continuous import ContinuousEngine, TokenCache
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
-from nemo_rl.models.generation.rows import RowsEngine
+from nemo_rl.models.generation.rows import RowsEngine, by_adapter
 from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
@@ -80,11 +84,13 @@ class BatchedEngine(RowsEngine):
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         if not self._active:
-            self._active, self._waiting = self._waiting, []
-        if self._next_ids is None:
-            logits_bV = self.read([row.tokens for row in self._active])
-        else:
-            logits_bV = self.advance(self._next_ids)
+            self._active, *later = by_adapter(self._waiting)
+            self._waiting = list(chain.from_iterable(later))
+        with self.computing_with(self._active[0].adapter):
+            if self._next_ids is None:
+                logits_bV = self.read([row.tokens for row in self._active])
+            else:
+                logits_bV = self.advance(self._next_ids)
         written = [row for row in self._active if row.finish_reason is None]
         self._next_ids = [
             self.extend(row, logits_V) if row.finish_reason is None else row.tokens[-1]
@@ -129,6 +135,8 @@ class HfWeights:
         use_configured_time_steps(model)
         self._model = model.to(self._device).eval()
         require_finite(dict(model.named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
+        self._slots = put_slots(model) if settings.holds_adapters else AdapterSlots({})
+        self._adapters: dict[str, AdapterTensors] = {}
         self._received: set[str] = set()
         self._held: dict[str, torch.Tensor] = {}
 
@@ -137,6 +145,24 @@ class HfWeights:
         """The number of token ids."""
         size: int = self._model.get_input_embeddings().weight.shape[0]
         return size
+
+    def add_adapter(self, name: str, adapter: AdapterTensors) -> None:
+        """Hold an adapter for requests that name it (`Engine`)."""
+        self._adapters[name] = adapter.copied(self._device)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter (`Engine`)."""
+        self._adapters.pop(name, None)
+
+    def adapter_of(self, request: GenerationRequest) -> AdapterTensors | None:
+        """Return the adapter of a request (`RowsEngine.adapter_of`)."""
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise GenerationError(f"The engine has no adapter {request.adapter!r}.")
+        return None if request.adapter is None else self._adapters[request.adapter]
+
+    def computing_with(self, adapter: AdapterTensors | None) -> AbstractContextManager[None]:
+        """Compute with an adapter in a block (`RowsEngine.computing_with`)."""
+        return self._slots.using(adapter)
 
     def start_loading(self) -> None:
         """Prepare to receive every tensor (`SteppedEngine.start_loading`)."""

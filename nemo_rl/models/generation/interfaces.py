@@ -107,6 +107,8 @@ class GenerationRequest:
     """Inputs of the model besides the tokens. None for most models."""
     chat: ChatInput | None = None
     """The messages of the prompt. Only groups with `GenerationInterface.reads_chats` get them."""
+    adapter: str | None = None
+    """Name of the adapter that draws the response (`EngineSettings.holds_adapters`). None for the model itself."""
 
 
 class VersionSpan(NamedTuple):
@@ -267,6 +269,8 @@ class EngineSettings:
     """Ids of the tokens that stand for images, which are never drawn. Empty if the engine reads text only."""
     zero_mismatch: bool = False
     """Whether log-probabilities must have the trainer's bits (`host.row_invariance`)."""
+    holds_adapters: bool = False
+    """Whether requests may name adapters. The engine then has methods `add_adapter` and `drop_adapter`."""
     trains_mtp: bool = False
     """Whether the policy's own multi-token-prediction layers propose tokens. Every sync sends these layers."""
 
@@ -311,6 +315,9 @@ class Engine(Protocol):
     A class may have a method `take_load() -> EngineLoad | None`, and a coroutine function
     `responses_so_far(ids) -> dict[str, ResponseSoFar]`, which returns the tokens sampled so far by those of the
     requests that run, and lets them continue. Without it, a resumed run restarts a checkpoint's unfinished responses.
+
+    A class that serves requests with `GenerationRequest.adapter` has methods `add_adapter(name, AdapterTensors)` and
+    `drop_adapter(name)`, which are called between two steps. Requests that run keep an adapter that is dropped.
     """
 
     def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:

@@ -7,6 +7,7 @@ from which the token was drawn.
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, override
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p, log_normalizer
 from nemo_rl.host.row_invariance import rows_are_alike
+from nemo_rl.models.adapters.tensors import AdapterTensors
 from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
@@ -96,11 +98,21 @@ class Row:
     """Log-probabilities of its tokens."""
     finish_reason: FinishReason | None = None
     """Reason why the response ended. None while it continues."""
+    adapter: AdapterTensors | None = None
+    """Adapter of the request. The row keeps it if the engine forgets it."""
 
     @property
     def tokens(self) -> list[int]:
         """The prompt and the response so far."""
         return self.request.prompt_token_ids + self.token_ids
+
+
+def by_adapter(rows: Iterable[Row]) -> list[list[Row]]:
+    """Group rows by their adapters, in the order of the first row of each."""
+    groups: dict[str | None, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.request.adapter, []).append(row)
+    return list(groups.values())
 
 
 class RowsEngine(SteppedEngine):
@@ -129,6 +141,20 @@ class RowsEngine(SteppedEngine):
     def drop_finished(self) -> None:
         """Remove finished rows from the active rows, and free their resources if possible."""
 
+    def adapter_of(self, request: GenerationRequest) -> AdapterTensors | None:
+        """Return the adapter that a request names. By default, the engine has none.
+
+        Raises:
+            GenerationError: the engine does not have the adapter.
+        """
+        if request.adapter is not None:
+            raise GenerationError(f"This engine has no adapters, and the request names {request.adapter!r}.")
+        return None
+
+    def computing_with(self, adapter: AdapterTensors | None) -> AbstractContextManager[None]:
+        """Compute with an adapter in a block. By default, there are no adapters."""
+        return nullcontext()
+
     @override
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         ids, limit = request.prompt_token_ids, self._max_model_len
@@ -139,7 +165,8 @@ class RowsEngine(SteppedEngine):
         generator = torch.Generator().manual_seed(request.seed)
         bad_words = bad_word_ids(request.sampling.bad_words, self._tokenizer)
         most_tokens = min(request.sampling.max_new_tokens, limit - len(ids))
-        self._waiting.append(Row(request_id, request, generator, bad_words, most_tokens))
+        adapter = self.adapter_of(request)
+        self._waiting.append(Row(request_id, request, generator, bad_words, most_tokens, adapter=adapter))
 
     def extend(self, row: Row, logits_V: Tensor) -> int:
         """Draw the next token of a row, check whether it ends the response, and return the token."""

@@ -20,6 +20,7 @@ import torch
 
 from nemo_rl.distributed.ranks.process_group import outlive_failed_groups
 from nemo_rl.host.row_invariance import compute_rows_alike
+from nemo_rl.models.adapters.tensors import AdapterTensors
 from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
     COLLECT_POLL_S,
@@ -88,6 +89,8 @@ class GenerationWorker:
         """Return the reason why the engine refuses a request, or None if it accepts it."""
         if request.sampling.grammar is not None and self._grammar_refusal is not None:
             return self._grammar_refusal
+        if request.adapter is not None and not hasattr(self._engine, "add_adapter"):
+            return f"This engine has no adapters, and the request names {request.adapter!r}."
         return self._accepted.refusal(request.row_inputs) if request.row_inputs else None
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -180,6 +183,14 @@ class GenerationWorker:
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """Return a prompt's hidden states `[T, D]` after each decoder layer (`algorithms.rollout.sync_setup`)."""
         return await self._engine.layer_outputs(token_ids)
+
+    async def add_adapter(self, name: str, adapter: AdapterTensors) -> None:
+        """Give the engine an adapter, which requests may name from now on."""
+        self._engine.add_adapter(name, adapter)  # type: ignore[attr-defined]  # `EngineSettings.holds_adapters`
+
+    async def drop_adapter(self, name: str) -> None:
+        """Let the engine forget an adapter."""
+        self._engine.drop_adapter(name)  # type: ignore[attr-defined]  # as above
 
     async def sleep(self) -> None:
         """Free memory for the trainer on the same device."""

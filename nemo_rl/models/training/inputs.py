@@ -193,6 +193,18 @@ def build_position_inputs(rows: BatchedDataDict[Any], layout: InputLayout, devic
     return _scored_at(row_K, column_K, targets_K, places_K, (num_rows, width), rows, layout, device)
 
 
+def build_given_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
+    """Lay out the rows for scores of given tokens after every real token, at the sampling temperature.
+
+    Args:
+        rows: `input_ids [b, T]` right padded, `input_lengths [b]`, and `target_tokens [b, T, k]`, on the CPU. Position
+            t of the targets belongs to the distribution after token t.
+    """
+    inputs = build_position_inputs(rows, layout, device)
+    targets = to_device(rows["target_tokens"], device).flatten(0, 1)
+    return replace(inputs, targets_K=targets.index_select(0, inputs.places_K), unfiltered=True)
+
+
 def _scored_at(
     row_K: Tensor,
     column_K: Tensor,

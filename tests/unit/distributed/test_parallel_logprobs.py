@@ -9,12 +9,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.distributed.parallel_logprobs import (
+    HeadUpdate,
+    LogitTransform,
     SamplingDensity,
+    TopK,
     apply_top_k_top_p,
     default_chunk_size,
     fusion,
     logprobs_from_logits,
     token_logprobs,
+    topk_logits,
 )
 from nemo_rl.distributed.parallel_logprobs.chunked import _grad_logits, _statistics
 from nemo_rl.utils.errors import ConfigError
@@ -64,6 +68,28 @@ def test_values_and_gradients_equal_log_softmax(temperature, bias, chunk_size) -
     torch.testing.assert_close(got_h, want_h, rtol=0, atol=1e-12)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_an_update_of_the_head_has_values_and_gradients_of_the_merged_head(cap) -> None:
+    hidden, weight, targets, bias = _inputs(torch.float64, bias=True)
+    gen = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(shape, generator=gen, dtype=torch.float64).requires_grad_() for shape in ((4, D), (V, 4)))
+    leaves = [hidden, bias, a, b]
+    coeff = torch.linspace(-1, 2, N, dtype=torch.float64)
+    logits = hidden @ (weight + 0.5 * b @ a).t() + bias
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    want_l = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    want = torch.autograd.grad((coeff * want_l).sum(), leaves)
+    update = HeadUpdate(0.5 * hidden @ a.t(), b)
+    how = {"bias_V": bias, "transform": LogitTransform(cap=cap), "chunk_size": 8}
+    got_l, _ = token_logprobs(hidden, weight, targets, update=update, **how)
+    got = torch.autograd.grad((coeff * got_l).sum(), leaves)
+    torch.testing.assert_close(got_l, want_l)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    top, ids = topk_logits(hidden, weight, TopK(5, temperature=1.0), update=update, **how)
+    torch.testing.assert_close((top, ids), tuple(logits.log_softmax(-1).topk(5)))
 
 
 def test_one_chunk_equals_the_plain_expressions_bit_for_bit() -> None:

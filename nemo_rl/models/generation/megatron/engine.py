@@ -332,8 +332,8 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
         return logits_bV
 
     @override
-    def enter(self, row: str, token_ids: Sequence[int]) -> None:
-        self._on_all("cache.enter", row, token_ids)
+    def enter(self, row: str, token_ids: Sequence[int], adapter: str | None = None) -> None:
+        self._on_all("cache.enter", row, token_ids, adapter)
 
     @override
     def leave(self, rows: Sequence[str]) -> None:

@@ -1,0 +1,127 @@
+"""Compute a model with an adapter that is chosen for each pass.
+
+`put_slots` replaces linear layers by modules that add the product of the adapter in use. The output head has a slot
+too: `dtensor.heads` reads its weight, and adds the product to each chunk of logits. If the head and the embedding share
+their weight, an adapter of the head changes the logits only.
+
+Invariant: parameters keep their names, and without an adapter the outputs have the bits of the replaced layers.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.models.adapters.tensors import AdapterTensors, LowRankPair, linear
+from nemo_rl.models.huggingface.layers import parts_without_text, score_head
+from nemo_rl.models.huggingface.mixers import is_used_by_weight
+from nemo_rl.models.huggingface.recurrent import compute_unfused
+from nemo_rl.utils.errors import ConfigError
+
+
+class SlotLinear(nn.Module):
+    """A frozen linear layer, to whose output the product of an adapter's matrices is added.
+
+    Args:
+        base: the layer; its parameters are reused and frozen.
+        is_head: whether it is the model's output head.
+    """
+
+    def __init__(self, base: nn.Linear, *, is_head: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.is_head = base.in_features, base.out_features, is_head
+        self.weight = base.weight.requires_grad_(False)
+        """`[out, in]`. It is the base layer's own parameter, so its name does not change."""
+        self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
+        """`[out]`, or None."""
+        self.pair: LowRankPair | None = None
+        """Matrices of the adapter in use. None if only the base layer is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., in]` to `[..., out]`."""
+        out = linear(x, self.weight, self.bias)
+        return out if self.pair is None else out + self.pair.product(x)
+
+
+class AdapterSlots:
+    """The slots of a model.
+
+    Args:
+        layers: the slots by the names of their layers.
+    """
+
+    def __init__(self, layers: Mapping[str, SlotLinear]) -> None:
+        self._layers = dict(layers)
+        self.head = next((name for name, layer in self._layers.items() if layer.is_head), None)
+        """Name of the output head. None if it has no slot."""
+        self.sizes = {name: (layer.out_features, layer.in_features) for name, layer in self._layers.items()}
+        """Numbers of outputs and inputs of each layer that can be adapted."""
+
+    @classmethod
+    def of(cls, modules: Mapping[str, nn.Module]) -> "AdapterSlots":
+        """Find the slots among modules by name."""
+        return cls({name: module for name, module in modules.items() if isinstance(module, SlotLinear)})
+
+    @contextmanager
+    def using(self, adapter: AdapterTensors | None) -> Iterator[None]:
+        """Compute with an adapter, or with the base model, while the block runs."""
+        for name, pair in {} if adapter is None else adapter.pairs.items():
+            self._layers[name].pair = pair
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.pair = None
+
+
+def put_slots(hf: PreTrainedModel) -> AdapterSlots:
+    """Freeze a model and replace its linear layers in place, before it is sharded.
+
+    Raises:
+        ConfigError: the model has no linear layer that can be adapted.
+    """
+    head = hf.get_output_embeddings()
+    names = linear_names(hf) + [name for name, module in hf.named_modules() if module is head and _is_linear(module)]
+    if not names:
+        raise ConfigError(f"{type(hf).__name__} has no linear layers, so it cannot have adapters.")
+    compute_unfused(hf)
+    hf.requires_grad_(False)
+    _without_dropout(hf)
+    slots = {}
+    for name in names:
+        base = hf.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        slots[name] = SlotLinear(base, is_head=base is head).train(base.training)
+        parent_name, _, child = name.rpartition(".")
+        setattr(hf.get_submodule(parent_name), child, slots[name])
+    return AdapterSlots(slots)
+
+
+def _without_dropout(hf: PreTrainedModel) -> None:
+    """Disable dropout, whose random numbers would depend on the passes before."""
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout_p"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def linear_names(hf: PreTrainedModel) -> list[str]:
+    """Return the names of plain linear layers, except those of modules for images or sound.
+
+    The output head is also left out, because its weight is used in chunks and its forward is not called. So are other
+    layers whose forward is not called (`mixers.is_used_by_weight`), and the head of a sequence classifier, which is
+    trained as a whole.
+    """
+    others = {id(module) for part in parts_without_text(hf) for module in part.modules()} | {
+        id(hf.get_output_embeddings()),
+        id(score_head(hf)),
+    }
+    linear = [(name, module) for name, module in hf.named_modules() if _is_linear(module)]
+    return [name for name, module in linear if id(module) not in others and not is_used_by_weight(name, module)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
