@@ -45,6 +45,10 @@ class Sampling:
     """Places of sequences that are sampled at the same time."""
     _tasks: dict[str, "asyncio.Task[bytes]"] = field(default_factory=dict, init=False)
     """Running requests by id."""
+    _callbacks: dict["asyncio.Task[bytes]", Callable[["asyncio.Task[bytes]"], None]] = field(
+        default_factory=dict, init=False
+    )
+    """Function that is called at the end of each request."""
 
     def __post_init__(self) -> None:
         self.gate = FairGate(self.limits.config.max_concurrent_samples)
@@ -110,11 +114,6 @@ class Sampling:
         self._tasks[promise.id], self._callbacks[task] = task, ended
         task.add_done_callback(ended)
         return promise
-
-    _callbacks: dict["asyncio.Task[bytes]", Callable[["asyncio.Task[bytes]"], None]] = field(
-        default_factory=dict, init=False
-    )
-    """Function that is called at the end of each request."""
 
     async def answer(self, sampler: str | None, call: SampleCall) -> bytes:
         """Sample the sequences of a request, and compute what it asks for besides.

@@ -26,13 +26,15 @@ from nemo_rl.serving.listings import ListingRoutes
 from nemo_rl.serving.requests import error_response
 from nemo_rl.serving.routes import TrainingRoutes
 from nemo_rl.serving.service import Service
-from nemo_rl.serving.store.keys import KeyBook, check_open_address
+from nemo_rl.serving.store.keys import KeyBook
 from nemo_rl.utils.addresses import http_address, listener_of
 
 logger = logging.getLogger(__name__)
 
 _START_S = 30.0
 _END_S = 5.0
+_IDLE_S = 60.0
+"""Time in seconds for which an unused connection stays open. Heartbeats come each 10 seconds."""
 
 
 def application_of(service: Service, tokenizer: TokenizerType | None, keys: KeyBook, guard: ConnectionGuard) -> Starlette:
@@ -64,11 +66,10 @@ async def serving(
     Raises:
         ConfigError: the address or a file of the section cannot be used.
     """
-    check_open_address(config.host, config.keys_file)
     keys = KeyBook(None if config.keys_file is None else Path(config.keys_file))
-    service, guard = Service(models, config, names), ConnectionGuard()
+    service, guard = Service(models, config, names), ConnectionGuard(idle_s=_IDLE_S)
     listener = listener_of("service", config.host, config.port)
-    server = guard.server(application_of(service, tokenizer, keys, guard), lifespan="off", timeout_graceful_shutdown=1)
+    server = guard.server(application_of(service, tokenizer, keys, guard), lifespan="off", timeout_keep_alive=int(_IDLE_S))
     service.start()
     task = asyncio.create_task(_serve(server, listener))
     try:

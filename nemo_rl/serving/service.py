@@ -62,7 +62,7 @@ class Service:
         self._turns = TurnTable()
         self._tasks: list[asyncio.Task[None]] = []
         self._removed: set[str] = set()
-        """Ended sessions whose samplers were removed."""
+        """Ended sessions whose models and samplers were removed."""
 
     def start(self) -> None:
         """Start to execute commands, first those that an earlier process has left."""
@@ -302,21 +302,23 @@ class Service:
         """Move unused models to the disk, and remove models and samplers of sessions that have ended."""
         now = time.monotonic()
         for tenant in self.state.tenants.all():
-            session = self.state.sessions.get(tenant.session_id)
-            has_ended = session is not None and session.finished is not None
-            if has_ended and not tenant.has_work:
-                await self.trainer.close(tenant)
-            elif tenant.adapter is not None and now - tenant.used_at > self.config.idle_s:
+            if tenant.adapter is not None and now - tenant.used_at > self.config.idle_s:
                 await self.trainer.evict(tenant)
         for session in self.state.sessions.all():
-            if session.finished is not None and session.id not in self._removed and not self._samples(session):
-                await self.samplers.forget(self.state.folder / "samplers" / session.id)
-                self.state.remove_samplers(session)
-                self._removed.add(session.id)
+            if session.finished is not None and session.id not in self._removed:
+                await self._remove(session)
 
-    def _samples(self, session: Session) -> bool:
-        """Return whether a request of a session's samplers has no result yet."""
-        return any(self.state.promises.unresolved(lambda promise: promise.id.startswith(f"{session.id}:sample:")))
+    async def _remove(self, session: Session) -> None:
+        """Remove the models and samplers of an ended session, unless they have requests without results."""
+        tenants = [tenant for tenant in self.state.tenants.all() if tenant.session_id == session.id]
+        is_sampling = self.state.promises.unresolved(lambda promise: promise.id.startswith(f"{session.id}:sample:"))
+        if any(tenant.has_work for tenant in tenants) or any(is_sampling):
+            return
+        for tenant in tenants:
+            await self.trainer.close(tenant)
+        await self.samplers.forget(self.state.folder / "samplers" / session.id)
+        self.state.remove_samplers(session)
+        self._removed.add(session.id)
 
     async def _sweep(self) -> None:
         """Remove results, checkpoints and samplers whose time is over."""

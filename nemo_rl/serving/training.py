@@ -130,6 +130,9 @@ class Trainer:
         """Return the name of a model's adapter in memory, after loading it if necessary."""
         if tenant.adapter is not None:
             return tenant.adapter
+        first = tenant.commands[0]
+        if first.has_failed and tenant.state_seq < 0:
+            raise RequestError(f"The model {tenant.id} was not made, because its first request has failed.")
         await self._make_room(tenant)
         name = f"{tenant.id}@{next(self._numbers)}"
         folder = tenant.state_folder

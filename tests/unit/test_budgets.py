@@ -16,7 +16,7 @@ from package_source import PACKAGE, files, tree_of
 
 pytestmark = pytest.mark.fast
 
-OPTIONAL = ("sandbox", "kits", "agents", "commands")
+OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
 LINES = {"core": 100_900, "all": 126_500}

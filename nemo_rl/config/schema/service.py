@@ -1,8 +1,10 @@
 """Define the keys of `service`: what the training service listens on, keeps, and allows each user."""
 
-from typing import Annotated
+import ipaddress
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.value_types import Amount, Count, Gibibytes, Host, Mebibytes, Seconds, Tokens
@@ -58,3 +60,27 @@ class ServiceConfig(Section):
     """Time in seconds for which a result can be asked for again."""
     command_s: Seconds = 3600.0
     """Time limit in seconds for one training request, or for the sequences of one sampling request."""
+
+    @model_validator(mode="after")
+    def _is_open_with_keys_only(self) -> Self:
+        if self.keys_file is None and not is_loopback(self.host):
+            raise PydanticCustomError(
+                "service",
+                "host={host} can be reached from other machines, and without keys_file every key would be accepted. Set "
+                "keys_file to a file with a line `tml-... NAME` for each user, or host to 127.0.0.1",
+                {"host": self.host},
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -6,7 +6,7 @@ and updates are computed by hand in float64 NumPy, and only the arrays of the fi
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -63,9 +63,11 @@ class FakeModels:
         self.calls: list[tuple[str, str]] = []
         self.delay_s = delay_s
         self.fail_next = 0
+        self.on_call: Callable[[str], None] = lambda what: None
 
     async def _work(self, what: str, name: str) -> None:
         self.calls.append((what, name))
+        self.on_call(what)
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         if self.fail_next:
