@@ -85,7 +85,10 @@ class CompletionRoutes:
         sample = SampleCall(prompt, self._sampling(call, len(prompt)), self._seeds(call), None, False, 0)
         number = len(sample.seeds)
         self._service.limits.check_samples(user, number)
-        async with self._service.sampling.gate.place(user, number), self._sampler(str(body.get("model", "")), user) as name:
+        async with (
+            self._service.sampling.gate.place(user, number),
+            self._sampler(str(body.get("model", "")), user) as name,
+        ):
             results = await self._service.sampling.sequences(name, sample)
         answers = [self._read(call, prompt, *each) for each in zip(sample.seeds, results, strict=True)]
         return JSONResponse(dialect.response(body, call, answers, {}))

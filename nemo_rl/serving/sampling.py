@@ -100,9 +100,9 @@ class Sampling:
         folder = self.state.sampler_folder(sampler) if sampler.has_folder else None
 
         async def answer() -> bytes:
-            async with self.gate.place(owner, number), asyncio.timeout(self.limits.config.command_s):
-                async with self.pool.use(folder) as name:
-                    return await self.answer(name, call)
+            limit = asyncio.timeout(self.limits.config.command_s)
+            async with self.gate.place(owner, number), limit, self.pool.use(folder) as name:
+                return await self.answer(name, call)
 
         def ended(task: "asyncio.Task[bytes]") -> None:
             self._callbacks.pop(task, None)

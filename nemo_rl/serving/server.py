@@ -37,7 +37,9 @@ _IDLE_S = 60.0
 """Time in seconds for which an unused connection stays open. Heartbeats come each 10 seconds."""
 
 
-def application_of(service: Service, tokenizer: TokenizerType | None, keys: KeyBook, guard: ConnectionGuard) -> Starlette:
+def application_of(
+    service: Service, tokenizer: TokenizerType | None, keys: KeyBook, guard: ConnectionGuard
+) -> Starlette:
     """Return the application of a service.
 
     Args:
@@ -69,7 +71,9 @@ async def serving(
     keys = KeyBook(None if config.keys_file is None else Path(config.keys_file))
     service, guard = Service(models, config, names), ConnectionGuard(idle_s=_IDLE_S)
     listener = listener_of("service", config.host, config.port)
-    server = guard.server(application_of(service, tokenizer, keys, guard), lifespan="off", timeout_keep_alive=int(_IDLE_S))
+    server = guard.server(
+        application_of(service, tokenizer, keys, guard), lifespan="off", timeout_keep_alive=int(_IDLE_S)
+    )
     service.start()
     task = asyncio.create_task(_serve(server, listener))
     try:

@@ -126,7 +126,7 @@ def _acquire(lock: FolderLock, folder: Path) -> None:
     while not lock.acquire():
         if time.monotonic() > end:
             raise ConfigError(
-                f"service.state_dir: {folder} is used by another service, or cannot be written to. End that service, or "
-                "choose another folder."
+                f"service.state_dir: {folder} is used by another service, or cannot be written to. End that service, "
+                "or choose another folder."
             )
         time.sleep(0.1)

@@ -22,10 +22,12 @@ class TurnTable:
     def __init__(self) -> None:
         self._queue: OrderedDict[str, Tenant] = OrderedDict()
         self._has_work = asyncio.Event()
+        self._playing: Tenant | None = None
+        """The model whose turn it is. It joins the end of the queue after its turn."""
 
     def announce(self, tenant: Tenant) -> None:
         """Add a model to the end of the queue, unless it waits already or has nothing to do."""
-        if tenant.has_work and tenant.id not in self._queue:
+        if tenant.has_work and tenant is not self._playing and tenant.id not in self._queue:
             self._queue[tenant.id] = tenant
             self._has_work.set()
 
@@ -46,9 +48,13 @@ class TurnTable:
         Args:
             execute: function that executes the next command and returns its kind.
         """
-        for _ in range(MOST_OF_A_TURN):
-            if not tenant.has_work or await execute(tenant) == "optim_step":
-                break
+        self._playing = tenant
+        try:
+            for _ in range(MOST_OF_A_TURN):
+                if not tenant.has_work or await execute(tenant) == "optim_step":
+                    break
+        finally:
+            self._playing = None
         self.announce(tenant)
 
 

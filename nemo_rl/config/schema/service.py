@@ -66,8 +66,8 @@ class ServiceConfig(Section):
         if self.keys_file is None and not is_loopback(self.host):
             raise PydanticCustomError(
                 "service",
-                "host={host} can be reached from other machines, and without keys_file every key would be accepted. Set "
-                "keys_file to a file with a line `tml-... NAME` for each user, or host to 127.0.0.1",
+                "host={host} can be reached from other machines, and without keys_file every key would be accepted. "
+                "Set keys_file to a file with a line `tml-... NAME` for each user, or host to 127.0.0.1",
                 {"host": self.host},
             )
         return self

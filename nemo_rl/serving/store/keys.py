@@ -1,7 +1,8 @@
 """Find out who sends a request.
 
-A keys file has a line `KEY NAME` for each key; several keys may have one name. Without a file, every key is a user of
-its own, which `ServiceConfig` allows on the loopback address only. Invariant: keys are stored and logged as hashes only.
+A keys file has a line `KEY NAME` for each key, and several keys may have one name. Without a file, every key is a
+user of its own, which `ServiceConfig` allows on the loopback address only. Invariant: keys are stored and logged as
+hashes only.
 """
 
 import hashlib
@@ -47,8 +48,8 @@ def _read_keys(file: Path) -> dict[str, str]:
         key, _, name = line.strip().partition(" ")
         if not _KEY.fullmatch(key) or not _NAME.fullmatch(name.strip()):
             raise ConfigError(
-                f"service.keys_file: line {number} of {file} is wrong. Write a key that begins with tml-, a space, and a "
-                "name of letters, digits and any of @._-."
+                f"service.keys_file: line {number} of {file} is wrong. Write a key that begins with tml-, a space, and "
+                "a name of letters, digits and any of @._-."
             )
         digest = hashlib.sha256(key.encode()).hexdigest()
         if digest in names:

@@ -76,7 +76,9 @@ class SessionStore:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._sessions = {session.id: session for session in map(_read_session, sorted(folder.glob("*.jsonl"))) if session}
+        self._sessions = {
+            session.id: session for session in map(_read_session, sorted(folder.glob("*.jsonl"))) if session
+        }
         self._by_retry = {(each.owner, each.retry_key): each for each in self._sessions.values() if each.retry_key}
 
     def create(self, owner: str, details: dict[str, Any], retry_key: str) -> Session:

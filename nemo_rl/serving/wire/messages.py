@@ -53,8 +53,8 @@ MESSAGES: Mapping[str, str] = {
     "ImageDimensions": "1 width uint32; 2 height uint32",
     "DmelChunk": "1 dmel bytes",
 }
-"""Fields of each message: number, name and type. `*` marks a repeated field, `?` one that may be absent, `{}` a map from
-texts, and `|name` a member of the oneof of that name."""
+"""Fields of each message: number, name and type. `*` marks a repeated field, `?` one that may be absent, `{}` a map
+from texts, and `|name` a member of the oneof of that name."""
 
 _Field = descriptor_pb2.FieldDescriptorProto
 

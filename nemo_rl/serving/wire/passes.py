@@ -30,8 +30,8 @@ LOSSES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _REFUSED = {
     "stable_reinforce": "stable_reinforce is not published, so this service cannot compute it. "
     "Use loss_fn=importance_sampling, ppo or cispo.",
-    "custom": "Losses do not run in this service (the flag custom_loss_server_side is off). Use forward_backward_custom "
-    "with a Python function, which runs in your program.",
+    "custom": "Losses do not run in this service (the flag custom_loss_server_side is off). Use "
+    "forward_backward_custom with a Python function, which runs in your program.",
 }
 
 
@@ -157,8 +157,8 @@ def _check_shapes(inputs: dict[str, NDArray[Any]], length: int, place: str, loss
         if values.shape[:1] != (length,) or values.shape != shape or not (len(shape) == 1 or may_have_columns):
             allowed = f"[{length}]" + (f" or [{length}, K]" if loss == "cross_entropy" else "")
             raise RequestError(
-                f"{place}.{name} has the shape {list(values.shape)}; with {length} tokens, all inputs of the loss {loss} "
-                f"must have the same shape {allowed}."
+                f"{place}.{name} has the shape {list(values.shape)}; with {length} tokens, all inputs of the loss "
+                f"{loss} must have the same shape {allowed}."
             )
 
 

@@ -61,7 +61,9 @@ def read_sample(body: SampleBody, limits: ModelLimits, seed_path: tuple[int | st
     seed = body.sampling_params.seed
     path: tuple[int | str, ...] = ("sample", *seed_path) if seed is None else ("seeded", seed)
     seeds = [derive_seed(0, *path, number) for number in range(body.num_samples)]
-    targets = None if body.target_prompt_logprobs is None else _targets(body.target_prompt_logprobs, len(prompt), limits)
+    targets = (
+        None if body.target_prompt_logprobs is None else _targets(body.target_prompt_logprobs, len(prompt), limits)
+    )
     needs_score = bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0 or targets is not None
     score = ScoreRequest(body.topk_prompt_logprobs, targets, body.prompt_logprobs_last_n) if needs_score else None
     given = body.target_prompt_logprobs
@@ -114,7 +116,9 @@ def _sampling(body: SampleBody, length: int, limits: ModelLimits) -> SamplingPar
     )
 
 
-def _stops(stop: str | Sequence[str] | Sequence[int] | None, limits: ModelLimits) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _stops(
+    stop: str | Sequence[str] | Sequence[int] | None, limits: ModelLimits
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the texts and the ids that end a response. Without any given, the ids of the model do."""
     if stop is None:
         return (), limits.eos_ids

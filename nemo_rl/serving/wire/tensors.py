@@ -56,7 +56,9 @@ def read_tensor(message: Any, what: str, fill: int = 0) -> NDArray[Any]:
     """
     shape = tuple(message.shape)
     if any(size < 0 for size in shape) or math.prod(shape) > MOST_CELLS:
-        raise RequestError(f"{what} has the shape {list(shape)}; sizes must be 0 or more, and at most {MOST_CELLS} cells.")
+        raise RequestError(
+            f"{what} has the shape {list(shape)}; sizes must be 0 or more, and at most {MOST_CELLS} cells."
+        )
     if message.WhichOneof("encoding") == "sparse_csr":
         csr = message.sparse_csr
         values = values_of(csr.values, message.dtype, what)

@@ -1,7 +1,7 @@
 """A small implementation of `AdapterModels`: a bigram model with adapters, which trains and samples really.
 
-The logits after token t are `base[t] + (alpha / rank) * (A[:, t] @ B)`, so a new adapter (B = 0) has no effect. Gradients
-and updates are computed by hand in float64 NumPy, and only the arrays of the files are rounded, to float64 as well.
+The logits after token t are `base[t] + (alpha / rank) * (A[:, t] @ B)`, so a new adapter (B = 0) has no effect.
+Gradients and updates are computed by hand in float64.
 """
 
 import asyncio

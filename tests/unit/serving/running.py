@@ -64,10 +64,10 @@ class Raw:
     def __init__(self, url: str, key: str = KEY) -> None:
         self.http = httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=60)
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
+    def post(self, path: str, /, **body: Any) -> httpx.Response:
         return self.http.post(f"/api/v1/{path}", json=body)
 
-    def ok(self, path: str, **body: Any) -> dict[str, Any]:
+    def ok(self, path: str, /, **body: Any) -> dict[str, Any]:
         answer = self.post(path, **body)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -82,9 +82,7 @@ class Raw:
 
     def model(self, session: str, number: int = 0, seed: int = 1, rank: int = 4) -> str:
         lora = {"rank": rank, "seed": seed}
-        made = self.ok(
-            "create_model", session_id=session, model_seq_id=number, base_model="tiny", lora_config=lora
-        )
+        made = self.ok("create_model", session_id=session, model_seq_id=number, base_model="tiny", lora_config=lora)
         return self.result(made["request_id"])["model_id"]
 
     def retrieve(self, request_id: str) -> httpx.Response:

@@ -28,9 +28,9 @@ def test_a_checkpoint_gives_the_same_tokens_in_both_forms(running):
     client.ok("optim_step", model_id=model, seq_id=2, adam_params={"learning_rate": 0.1})
     saved = client.ok("save_weights_for_sampler", model_id=model, seq_id=3, path="x")
     path = client.result(saved["request_id"])["path"]
-    sampler = client.ok(
-        "create_sampling_session", session_id=session, sampling_session_seq_id=5, model_path=path
-    )["sampling_session_id"]
+    sampler = client.ok("create_sampling_session", session_id=session, sampling_session_seq_id=5, model_path=path)[
+        "sampling_session_id"
+    ]
     prompt, sampling = {"chunks": [{"tokens": [1, 2]}]}, {"max_tokens": 8, "seed": 3}
     made = client.ok(
         "asample", sampling_session_id=sampler, seq_id=1, num_samples=2, prompt=prompt, sampling_params=sampling
@@ -51,7 +51,8 @@ def test_chats(running):
     with openai.OpenAI(base_url=f"{url}/oai/api/v1", api_key="tml-test") as client:
         messages = [{"role": "user", "content": "1 + 1"}]
         answers = [
-            client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, seed=seed) for seed in (1, 1, 2)
+            client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, seed=seed)
+            for seed in (1, 1, 2)
         ]
         texts = [answer.choices[0].message.content for answer in answers]
         assert texts[0] == texts[1] != texts[2]
@@ -66,7 +67,10 @@ def test_errors_are_in_openai_s_form(running):
         ("tml-test", "tinker://x/sampler_weights/y", openai.BadRequestError, "There is no checkpoint"),
         ("sk-x", "tiny", openai.AuthenticationError, "API key"),
     ):
-        with openai.OpenAI(base_url=f"{url}/oai/api/v1", api_key=key, max_retries=0) as client, pytest.raises(kind, match=text):
+        with (
+            openai.OpenAI(base_url=f"{url}/oai/api/v1", api_key=key, max_retries=0) as client,
+            pytest.raises(kind, match=text),
+        ):
             client.completions.create(model=model, prompt=[1], max_tokens=1)
     with openai.OpenAI(base_url=f"{url}/oai/api/v1", api_key="tml-test", max_retries=0) as client:
         tool = {"type": "function", "function": {"name": "f", "parameters": {}}}

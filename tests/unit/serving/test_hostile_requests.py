@@ -174,7 +174,14 @@ SAMPLES = {
         "must be [2, K]",
     ),
     "huge targets": (
-        {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [2, 2**40], "sparse_crow_indices": [0, 0, 0]}},
+        {
+            "target_prompt_logprobs": {
+                "data": [],
+                "dtype": "int64",
+                "shape": [2, 2**40],
+                "sparse_crow_indices": [0, 0, 0],
+            }
+        },
         "must be [2, K]",
     ),
     "unknown target": (
@@ -233,9 +240,7 @@ def test_a_compressed_body_may_not_be_large(target):
     pyarrow = pytest.importorskip("pyarrow")
     small = pyarrow.compress(b"x" * 2**24, codec="zstd", asbytes=True)
     assert len(small) < 2**14
-    answer = target.client.http.post(
-        "/api/v1/forward_backward", content=small, headers={"content-encoding": "zstd"}
-    )
+    answer = target.client.http.post("/api/v1/forward_backward", content=small, headers={"content-encoding": "zstd"})
     assert answer.status_code == 413
 
 
@@ -334,7 +339,9 @@ def test_slow_bodies_do_not_stop_others(target):
 
     host, port = target.url.removeprefix("http://").split(":")
     slow = socket.create_connection((host, int(port)))
-    slow.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-slow\r\nContent-Length: 100\r\n\r\n{")
+    slow.sendall(
+        b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-slow\r\nContent-Length: 100\r\n\r\n{"
+    )
     started = time.monotonic()
     assert target.client.get("healthz") == {"status": "ok"}
     assert time.monotonic() - started < 2

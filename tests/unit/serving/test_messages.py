@@ -66,7 +66,8 @@ def test_a_request_of_the_library_is_read():
     )
     weights = types.TensorData(data=[0.5, 1.0, 2.0, 0.0, 1.0, -1.5], dtype="float32", shape=[2, 3])
     datum = types.Datum(
-        model_input=types.ModelInput.from_ints([7]).append_int(8), loss_fn_inputs={"target_tokens": sparse, "weights": weights}
+        model_input=types.ModelInput.from_ints([7]).append_int(8),
+        loss_fn_inputs={"target_tokens": sparse, "weights": weights},
     )
     request = types.ForwardBackwardRequest(
         forward_backward_input=types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy"), model_id="m", seq_id=3

@@ -258,14 +258,15 @@ def test_lost_answers_and_repeated_submissions(tmp_path):
         client = Raw(url)
         session = client.session()
         model = client.model(session)
-        requests = [each for each in script(model, session)[1:5]]
+        requests = script(model, session)[1:5]
         shuffled = [each for each in requests for _ in range(rng.randint(2, 4))]
         rng.shuffle(shuffled)
 
         def send(path: str, body: Any) -> None:
             how = {"content": body} if isinstance(body, bytes) else {"json": body}
-            with httpx.Client(base_url=url, headers={"x-api-key": "tml-test"}) as lossy, contextlib.suppress(
-                httpx.TimeoutException
+            with (
+                httpx.Client(base_url=url, headers={"x-api-key": "tml-test"}) as lossy,
+                contextlib.suppress(httpx.TimeoutException),
             ):
                 lossy.post(f"/api/v1/{path}", **how, timeout=rng.choice([0.001, 5]))
 

@@ -64,7 +64,7 @@ def logprobs(client):
 def test_two_clients_of_one_seed_are_equal_until_they_train(running):
     session = client_of(running[0])
     first, second, other = (
-        session.create_lora_training_client(base_model="tiny", rank=8, seed=seed) for seed in (1, 1, 2)
+        session.create_lora_training_client(base_model="tiny", rank=8, seed=seed).result() for seed in (1, 1, 2)
     )
     ids = [each.model_id for each in (first, second, other)]
     assert [each.rpartition(":train:")[2] for each in ids] == ["0", "1", "2"]
@@ -77,7 +77,7 @@ def test_two_clients_of_one_seed_are_equal_until_they_train(running):
 
 def test_a_new_adapter_is_the_base_model_and_losses_are_sums(running):
     url, models = running
-    client = client_of(url).create_lora_training_client(base_model="Qwen/Tiny", rank=4)
+    client = client_of(url).create_lora_training_client(base_model="Qwen/Tiny", rank=4).result()
     table = log_softmax(models.base)
     expected = [[table[before, after] for before, after in zip(row, row[1:], strict=False)] for row in ROWS]
     for found, wanted in zip(logprobs(client), expected, strict=True):
@@ -93,14 +93,14 @@ def test_a_new_adapter_is_the_base_model_and_losses_are_sums(running):
 
 
 def test_training_lowers_the_loss(running):
-    losses = steps(client_of(running[0]).create_lora_training_client(base_model="tiny", rank=8), 8)
+    losses = steps(client_of(running[0]).create_lora_training_client(base_model="tiny", rank=8).result(), 8)
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_many_datums_are_one_gradient_in_order(running):
     url, models = running
-    client = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=3)
+    client = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
     client.holder._client_config.fwdbwd_max_chunk_len = 100
     data = [datum([index % 30, (index * 7) % 30, 3]) for index in range(250)]
     before = len(models.calls)
@@ -115,8 +115,8 @@ def test_many_datums_are_one_gradient_in_order(running):
 def test_custom_losses_run_in_the_program(running):
     torch = pytest.importorskip("torch")
     url, models = running
-    client = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=5)
-    plain = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=5)
+    client = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=5).result()
+    plain = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=5).result()
     start = logprobs(client)
 
     def squares(data, found):
@@ -128,7 +128,9 @@ def test_custom_losses_run_in_the_program(running):
     assert "surrogate_loss:sum" in result.metrics
     # The gradient of the squares is that of a cross-entropy with weights -2x.
     weights = [[-2 * x for x in row] for row in start]
-    plain.forward_backward([datum(row, each) for row, each in zip(ROWS, weights, strict=True)], "cross_entropy").result()
+    plain.forward_backward(
+        [datum(row, each) for row, each in zip(ROWS, weights, strict=True)], "cross_entropy"
+    ).result()
     client.optim_step(STEP).result()
     plain.optim_step(STEP).result()
     for found, wanted in zip(logprobs(client), logprobs(plain), strict=True):
@@ -137,7 +139,7 @@ def test_custom_losses_run_in_the_program(running):
 
 
 def test_several_targets_for_a_position(running):
-    client = client_of(running[0]).create_lora_training_client(base_model="tiny", rank=4)
+    client = client_of(running[0]).create_lora_training_client(base_model="tiny", rank=4).result()
     targets = np.array([[2, 3], [3, 4]])
     weights = np.array([[0.75, 0.25], [1.0, 0.0]], np.float32)
     inputs = {"target_tokens": types.TensorData.from_numpy(targets), "weights": types.TensorData.from_numpy(weights)}
@@ -150,7 +152,7 @@ def test_several_targets_for_a_position(running):
 
 def test_states_have_names(running):
     session = client_of(running[0])
-    client = session.create_lora_training_client(base_model="tiny", rank=4, seed=1)
+    client = session.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
     steps(client, 2)
     path = client.save_state("first", ttl_seconds=3600).result().path
     assert path == f"tinker://{client.model_id}/weights/first"
@@ -178,7 +180,9 @@ def test_states_have_names(running):
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_a_new_client_continues_from_a_state(running, with_optimizer):
     session = client_of(running[0])
-    client = session.create_lora_training_client(base_model="tiny", rank=4, seed=9, user_metadata={"renderer": "x"})
+    client = session.create_lora_training_client(
+        base_model="tiny", rank=4, seed=9, user_metadata={"renderer": "x"}
+    ).result()
     steps(client, 3)
     path = client.save_state("mid").result().path
     load = (
@@ -186,7 +190,7 @@ def test_a_new_client_continues_from_a_state(running, with_optimizer):
         if with_optimizer
         else session.create_training_client_from_state
     )
-    copy = load(path)
+    copy = load(path).result()
     assert copy.model_id.endswith(":train:1")
     info = copy.get_info()
     assert (info.lora_rank, info.model_name) == (4, "tiny")
@@ -198,14 +202,18 @@ def test_a_new_client_continues_from_a_state(running, with_optimizer):
 
 def test_snapshots_keep_their_weights(running):
     url, models = running
-    client = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=2)
+    client = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=2).result()
     params = types.SamplingParams(max_tokens=12, seed=5, stop=[])
     steps(client, 2)
-    old = client.save_weights_and_get_sampling_client()
+    old = client.save_weights_and_get_sampling_client().result()
     before = old.sample(PROMPT, 2, params).result()
     steps(client, 8)
-    new = client.save_weights_and_get_sampling_client()
-    named = client_of(url).create_sampling_client(model_path=client.save_weights_for_sampler("named").result().path)
+    new = client.save_weights_and_get_sampling_client().result()
+    named = (
+        client_of(url)
+        .create_sampling_client(model_path=client.save_weights_for_sampler("named").result().path)
+        .result()
+    )
     again, after = old.sample(PROMPT, 2, params).result(), new.sample(PROMPT, 2, params).result()
     assert [each.tokens for each in again.sequences] == [each.tokens for each in before.sequences]
     assert [each.tokens for each in after.sequences] != [each.tokens for each in before.sequences]
@@ -217,7 +225,7 @@ def test_snapshots_keep_their_weights(running):
 def test_samples_depend_on_their_request_only(running):
     url, _ = running
     clients = [client_of(url, f"tml-user{number}") for number in range(3)]
-    samplers = [each.create_sampling_client(base_model="tiny") for each in clients]
+    samplers = [each.create_sampling_client(base_model="tiny").result() for each in clients]
     params = types.SamplingParams(max_tokens=10, seed=11, stop=[])
     alone = samplers[0].sample(PROMPT, 4, params).result()
     others = [
@@ -234,11 +242,12 @@ def test_samples_depend_on_their_request_only(running):
 
 
 def test_stops(running):
-    sampler = client_of(running[0]).create_sampling_client(base_model="tiny")
+    sampler = client_of(running[0]).create_sampling_client(base_model="tiny").result()
 
     def ends(stop, seeds=20):
         waiting = [
-            sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=30, seed=seed, stop=stop)) for seed in range(seeds)
+            sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=30, seed=seed, stop=stop))
+            for seed in range(seeds)
         ]
         return [each.result().sequences[0] for each in waiting]
 
@@ -253,9 +262,9 @@ def test_stops(running):
 
 def test_scores_of_prompts(running):
     url, models = running
-    client = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=2)
+    client = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=2).result()
     steps(client, 3)
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = client.save_weights_and_get_sampling_client().result()
     row = ROWS[0]
     found = sampler.compute_logprobs(types.ModelInput.from_ints(row)).result()
     assert found[0] is None
@@ -294,7 +303,7 @@ def test_scores_of_prompts(running):
 def test_temperature(running):
     """At half the temperature, differences of log-probabilities are twice as large."""
     url, models = running
-    sampler = client_of(url).create_sampling_client(base_model="tiny")
+    sampler = client_of(url).create_sampling_client(base_model="tiny").result()
     found = {}
     for seed in range(40):
         for temperature in (1.0, 0.5):
@@ -304,28 +313,30 @@ def test_temperature(running):
     both = [token for value, token in found if value == 1.0 and (0.5, token) in found]
     assert len(both) >= 2
     first, second = both[:2]
-    assert found[0.5, first] - found[0.5, second] == pytest.approx(2 * (found[1.0, first] - found[1.0, second]), abs=1e-4)
+    assert found[0.5, first] - found[0.5, second] == pytest.approx(
+        2 * (found[1.0, first] - found[1.0, second]), abs=1e-4
+    )
 
 
 def test_keys(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("tml-a alice\ntml-b bob\n")
     with service(FakeModels(), config_in(tmp_path / "state", keys_file=str(keys))) as url:
-        alice = client_of(url, "tml-a").create_lora_training_client(base_model="tiny", rank=4)
+        alice = client_of(url, "tml-a").create_lora_training_client(base_model="tiny", rank=4).result()
         path = alice.save_state("x").result().path
         with pytest.raises(Exception, match="another key"):
-            client_of(url, "tml-b").create_training_client_from_state(path)
+            client_of(url, "tml-b").create_training_client_from_state(path).result()
         with pytest.raises(Exception, match="403|another key"):
             client_of(url, "tml-b").create_rest_client().get_training_run(alice.model_id).result()
         started = time.monotonic()
         with pytest.raises(Exception, match="401|unknown"):
-            client_of(url, "tml-c").create_lora_training_client(base_model="tiny", rank=4)
+            client_of(url, "tml-c").create_lora_training_client(base_model="tiny", rank=4).result()
         assert time.monotonic() - started < 5
 
 
 def test_errors_name_their_cause(running):
     session = client_of(running[0])
-    client = session.create_lora_training_client(base_model="tiny", rank=4)
+    client = session.create_lora_training_client(base_model="tiny", rank=4).result()
     for data, loss, text in (
         ([datum([1] * 70)], "cross_entropy", "at most 64"),
         ([datum([1, 2, 3], [math.nan, 1.0])], "cross_entropy", "NaN"),
@@ -335,19 +346,21 @@ def test_errors_name_their_cause(running):
             client.forward_backward(data, loss).result()
         assert caught.value.category is tinker.RequestErrorCategory.User
     with pytest.raises(Exception, match="There is no base model 'meta/x'"):
-        session.create_lora_training_client(base_model="meta/x", rank=4)
+        session.create_lora_training_client(base_model="meta/x", rank=4).result()
     with pytest.raises(Exception, match="rank 500"):
-        session.create_lora_training_client(base_model="tiny", rank=500)
+        session.create_lora_training_client(base_model="tiny", rank=500).result()
     image = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=1)])
     with pytest.raises(Exception, match="an image"):
-        session.create_sampling_client(base_model="tiny").sample(image, 1, types.SamplingParams(max_tokens=1)).result()
+        session.create_sampling_client(base_model="tiny").result().sample(
+            image, 1, types.SamplingParams(max_tokens=1)
+        ).result()
     assert steps(client)[0] > 0  # the model goes on
 
 
 def test_a_slow_request_is_polled_rarely(tmp_path, caplog):
     models = FakeModels(delay_s=0.0)
     with service(models, config_in(tmp_path, poll_hold_s=1.0)) as url:
-        client = client_of(url).create_lora_training_client(base_model="tiny", rank=4)
+        client = client_of(url).create_lora_training_client(base_model="tiny", rank=4).result()
         models.delay_s = 4.5
         with caplog.at_level(logging.DEBUG):
             polls = []
@@ -363,7 +376,7 @@ def test_an_unused_model_comes_back_from_the_disk(tmp_path):
     models = FakeModels()
     with service(models, config_in(tmp_path, max_resident_models=1)) as url:
         session = client_of(url)
-        clients = [session.create_lora_training_client(base_model="tiny", rank=4, seed=7) for _ in range(2)]
+        clients = [session.create_lora_training_client(base_model="tiny", rank=4, seed=7).result() for _ in range(2)]
         clients[0].forward_backward(DATA, "cross_entropy").result()  # gradients, which no file has
         for _ in range(3):
             steps(clients[1])
@@ -378,7 +391,7 @@ def test_the_end_of_a_session(tmp_path):
     models = FakeModels()
     with service(models, config_in(tmp_path)) as url:
         with client_of(url) as session:
-            client = session.create_lora_training_client(base_model="tiny", rank=4)
+            client = session.create_lora_training_client(base_model="tiny", rank=4).result()
             path = client.save_weights_for_sampler("kept").result().path
             session_id = client.model_id.split(":")[0]
         raw = Raw(url, "tml-x")
@@ -386,7 +399,7 @@ def test_the_end_of_a_session(tmp_path):
         assert "has ended" in raw.error(refused["request_id"])
         assert raw.post("session_heartbeat", session_id=session_id).status_code == 410
         rest = client_of(url).create_rest_client()
-        sampler = client_of(url).create_sampling_client(model_path=path)
+        sampler = client_of(url).create_sampling_client(model_path=path).result()
         assert sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2)).result().sequences
         assert session_id in rest.list_sessions().result().sessions
         assert rest.get_session(session_id).result().training_run_ids == [client.model_id]
@@ -401,7 +414,7 @@ def test_capabilities(running):
 
 def test_archives(running):
     session = client_of(running[0])
-    client = session.create_lora_training_client(base_model="tiny", rank=4)
+    client = session.create_lora_training_client(base_model="tiny", rank=4).result()
     path = client.save_weights_external("out").result().path
     urls = session.create_rest_client().get_external_weights_urls(path).result().urls
     with urllib.request.urlopen(urls["adapter_config.json"]) as answer:
@@ -414,11 +427,11 @@ def test_a_storm(tmp_path):
 
     def work(url, user, seed):
         session = client_of(url, f"tml-{user}")
-        client = session.create_lora_training_client(base_model="tiny", rank=4, seed=seed)
+        client = session.create_lora_training_client(base_model="tiny", rank=4, seed=seed).result()
         found = []
         for step in range(4):
             found += steps(client)
-            sampler = client.save_weights_and_get_sampling_client()
+            sampler = client.save_weights_and_get_sampling_client().result()
             waiting = [sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=5, seed=step)) for _ in range(8)]
             found += [each.tokens for wait in waiting for each in wait.result().sequences]
         return found
