@@ -4,6 +4,7 @@ Invariant: a limit that passes by itself is answered with status 429, which clie
 change is an error of the user, which ends the request at once.
 """
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -61,7 +62,8 @@ class Limits:
         if len(open_models) >= self.config.max_models_per_key:
             raise RequestError(
                 f"This key trains {len(open_models)} models, which is the limit (service.max_models_per_key). End a "
-                "session with ServiceClient.close."
+                "session with ServiceClient.close. Models of a client that is gone do not count after "
+                f"{self.config.idle_s:g} s."
             )
 
     def check_queue(self, owner: str, num_bytes: int) -> None:
@@ -88,4 +90,6 @@ class Limits:
 
     def _is_open(self, session_id: str) -> bool:
         session = self.sessions.get(session_id)
-        return session is not None and session.finished is None
+        if session is None or session.finished is not None:
+            return False
+        return time.time() - session.seen_at < self.config.idle_s

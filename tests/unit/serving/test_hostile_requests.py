@@ -278,10 +278,11 @@ def test_keys_of_another_form_are_refused(target, key):
 
 
 def test_limits_of_a_user(target):
-    client = Raw(target.url, "tml-greedy")
+    client, other = Raw(target.url, "tml-greedy"), Raw(target.url, "tml-modest")
     session = client.session()
     for number in range(3):
         client.model(session, number)
+    assert [run["lora_rank"] for run in client.get("training_runs")["training_runs"]] == [4, 4, 4]
     body = {"session_id": session, "model_seq_id": 3, "base_model": "tiny"}
     assert "max_models_per_key" in client.error(client.ok("create_model", **body)["request_id"])
     large = {**body, "lora_config": {"rank": 1000}}
@@ -289,7 +290,8 @@ def test_limits_of_a_user(target):
     unknown = {**body, "base_model": "meta/x"}
     assert "There is no base model 'meta/x'" in client.error(client.ok("create_model", **unknown)["request_id"])
     frozen = {"rank": 1, "train_attn": False, "train_mlp": False, "train_unembed": False}
-    assert "all false" in client.error(client.ok("create_model", **{**body, "lora_config": frozen})["request_id"])
+    made = other.ok("create_model", **{**body, "session_id": other.session(), "lora_config": frozen})
+    assert "all false" in other.error(made["request_id"])
 
 
 def test_a_full_queue_is_answered_with_429(tmp_path):

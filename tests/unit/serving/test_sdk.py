@@ -28,7 +28,7 @@ def no_telemetry(monkeypatch):
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     models = FakeModels()
-    with service(models, config_in(tmp_path_factory.mktemp("sdk") / "state")) as url:
+    with service(models, config_in(tmp_path_factory.mktemp("sdk") / "state", max_models_per_key=100)) as url:
         yield url, models
 
 
@@ -101,7 +101,8 @@ def test_training_lowers_the_loss(running):
 def test_many_datums_are_one_gradient_in_order(running):
     url, models = running
     client = client_of(url).create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
-    client.holder._client_config.fwdbwd_max_chunk_len = 100
+    config = client.holder._client_config
+    client.holder._client_config = config.model_copy(update={"fwdbwd_max_chunk_len": 100})
     data = [datum([index % 30, (index * 7) % 30, 3]) for index in range(250)]
     before = len(models.calls)
     result = client.forward_backward(data, "cross_entropy").result()
@@ -344,7 +345,7 @@ def test_errors_name_their_cause(running):
     ):
         with pytest.raises(tinker.RequestFailedError, match=text) as caught:
             client.forward_backward(data, loss).result()
-        assert caught.value.category is tinker.RequestErrorCategory.User
+        assert caught.value.category.name == "User"
     with pytest.raises(Exception, match="There is no base model 'meta/x'"):
         session.create_lora_training_client(base_model="meta/x", rank=4).result()
     with pytest.raises(Exception, match="rank 500"):
