@@ -14,7 +14,7 @@ import argparse  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
-from nemo_rl.commands import completion, init, smollm2  # noqa: E402
+from nemo_rl.commands import completion, init, serve, smollm2  # noqa: E402
 from nemo_rl.commands.doctor import command as doctor  # noqa: E402
 from nemo_rl.commands.regrade import command as regrade  # noqa: E402
 from nemo_rl.commands.replay import command as replay  # noqa: E402
@@ -23,7 +23,7 @@ from nemo_rl.commands.report import watch_command as watch  # noqa: E402
 from nemo_rl.commands.run_programs import RUNS  # noqa: E402
 from nemo_rl.commands.size import command as size  # noqa: E402
 
-COMMANDS: list[Any] = [*RUNS, init, smollm2, doctor, regrade, replay, report, size, watch, completion]
+COMMANDS: list[Any] = [*RUNS, serve, init, smollm2, doctor, regrade, replay, report, size, watch, completion]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

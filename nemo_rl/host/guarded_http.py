@@ -51,11 +51,11 @@ class _Line:
     deadline: asyncio.TimerHandle | None = None
     """Timer that closes the connection if no header arrives."""
 
-    def wait_for_header(self) -> None:
+    def wait_for_header(self, seconds: float = HEADER_S) -> None:
         """Close the connection unless a request begins in time."""
         self.header_bytes = 0
         self.stop_waiting()
-        self.deadline = asyncio.get_running_loop().call_later(HEADER_S, self.transport.abort)
+        self.deadline = asyncio.get_running_loop().call_later(seconds, self.transport.abort)
 
     def stop_waiting(self) -> None:
         """Cancel the deadline of the header."""
@@ -68,6 +68,8 @@ class _Line:
 class ConnectionGuard:
     """Connections of one server."""
 
+    idle_s: float = HEADER_S
+    """Time limit in seconds for the next request of a known client."""
     refused: int = 0
     """Number of connections that were closed because there were too many."""
     _lines: dict[object, _Line] = field(default_factory=dict)
@@ -160,7 +162,7 @@ class ConnectionGuard:
             finally:
                 line.requests -= 1
                 if line.requests == 0 and not line.transport.is_closing():
-                    line.wait_for_header()
+                    line.wait_for_header(HEADER_S if line.owner is None else self.idle_s)
 
         return watched
 

@@ -1,0 +1,104 @@
+"""Define `nemo_rl serve`, which serves training to clients of the Tinker API.
+
+The module imports little, so that the help appears immediately. Invariant: the line with the address is written when
+clients can connect, and a stop signal ends the service with what clients were told in its files.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_rl.config.runs.service import ServiceMasterConfig
+    from nemo_rl.serving.interfaces import AdapterModels
+
+NAME = "serve"
+SUMMARY = "serve training to programs that use the Tinker library"
+DESCRIPTION = """Serve training and sampling to programs that use the official library of the Tinker API.
+
+FILE is a configuration, for example serve_cpu.yaml. Overrides are in Hydra's grammar (key=value).
+When clients can connect, the line `Serving on http://127.0.0.1:PORT` is written. SIGTERM or Ctrl-C ends the service;
+a service that is started again on the same service.state_dir continues where it was.
+"""
+_POLL_S = 0.1
+_END_S = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser."""
+    parser.add_argument("config", type=Path, metavar="FILE", help="YAML file of the service")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys over those of the file")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Serve until a signal and return the exit status."""
+    from nemo_rl.config import load_config
+    from nemo_rl.config.runs.service import ServiceMasterConfig
+    from nemo_rl.host.stop_signals import leave_at_once
+    from nemo_rl.launch import command_line
+
+    def work() -> int:
+        config = load_config(arguments.config, arguments.overrides, schema=ServiceMasterConfig)
+        return serve(config, _open_models)
+
+    leave_at_once()
+    return command_line.exit_status(work)
+
+
+def _open_models(config: "ServiceMasterConfig") -> "tuple[AdapterModels, Callable[[], None]]":
+    from nemo_rl.serving.models import open_models
+
+    models = open_models(config.policy, config.cluster, config.service.seed)
+    return models, models.close
+
+
+def serve(
+    config: "ServiceMasterConfig",
+    open_models: "Callable[[ServiceMasterConfig], tuple[AdapterModels, Callable[[], None]]]",
+) -> int:
+    """Serve until a stop signal, and return the exit status.
+
+    Args:
+        open_models: function that starts the models, and returns them and a function that ends them.
+
+    Raises:
+        ConfigError: a key cannot be used.
+    """
+    from nemo_rl.data.tokenizer import get_tokenizer
+    from nemo_rl.host.boundary import in_background
+    from nemo_rl.serving.server import serving
+
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    models, close = open_models(config)
+    stop = threading.Event()
+
+    async def run() -> None:
+        async with serving(models, config.service, names_of(config), tokenizer) as address:
+            sys.stdout.write(f"Serving on {address}\n")
+            sys.stdout.flush()
+            while not stop.is_set():
+                await asyncio.sleep(_POLL_S)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    running = in_background(lambda: asyncio.run(run()), "service")
+    try:
+        while not running.done() and not stop.wait(_POLL_S):
+            pass
+        running.result(_END_S)
+    finally:
+        close()
+    return 0
+
+
+def names_of(config: "ServiceMasterConfig") -> list[str]:
+    """Return the names of the base model that clients may use: its folder or hub id, and the aliases."""
+    name = config.policy.model_name
+    below = os.path.relpath(name) if os.path.isabs(name) else name
+    return list(dict.fromkeys([*config.service.model_aliases, name, *([] if below.startswith("..") else [below])]))

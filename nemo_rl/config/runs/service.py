@@ -1,0 +1,43 @@
+"""Define the configuration of the training service."""
+
+from collections.abc import Iterator
+from typing import ClassVar, override
+
+from pydantic import Field
+
+from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.files import PathKey, tokenizer_paths
+from nemo_rl.config.rules.named_parts import check_venvs
+from nemo_rl.config.rules.topology import Role
+from nemo_rl.config.runs.run import RunConfig
+from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
+from nemo_rl.config.schema.service import ServiceConfig
+
+
+class ServiceMasterConfig(RunConfig):
+    """Configuration of `nemo_rl serve`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/serve_cpu.yaml"
+
+    policy: PolicyConfig
+    """The base model, on which clients train adapters."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """Machines."""
+    service: ServiceConfig = Field(default_factory=ServiceConfig)
+    """What the service listens on, keeps, and allows each user."""
+
+    @property
+    @override
+    def models(self) -> dict[str, Role]:
+        return {"policy": Role(self.policy)}
+
+    @override
+    def path_keys(self) -> Iterator[PathKey]:
+        yield PathKey("policy", self.policy, "model_name")
+        yield from tokenizer_paths("policy.tokenizer", self.policy.tokenizer)
+
+    @override
+    def findings(self) -> Findings:
+        kinds = ["policy", *(["generation"] if self.policy.generation is not None else ())]
+        yield from check_venvs(self.cluster, kinds)
