@@ -87,9 +87,9 @@ def of_texts(train: Path, held_out: Path, steps: int) -> tuple[str, ...]:
 
 @pytest.mark.long
 def test_a_teacher_of_written_texts_helps_where_they_are_few(start_example: StartExample, tmp_path) -> None:
-    """The teacher has read 4000 texts, the student 60: with the teacher, its loss on new texts is smaller."""
+    """The teacher has read 4000 texts, the student 64: with the teacher, its loss on new texts is smaller."""
     make_pair_model(tmp_path / "untrained")
-    many, few, held_out = texts(tmp_path, 4000, 1), texts(tmp_path, 60, 2), texts(tmp_path, 256, 3)
+    many, few, held_out = texts(tmp_path, 4000, 1), texts(tmp_path, 64, 2), texts(tmp_path, 256, 3)
     own = (f"policy.model_name={tmp_path}/untrained", "sft.val_period=0")
     finished(
         start_example,
