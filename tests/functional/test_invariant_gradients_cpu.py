@@ -1,4 +1,4 @@
-"""Runs with `policy.invariant_gradients`: checkpoints have the same bits for other microbatches and numbers of ranks."""
+"""Checkpoints of runs with `policy.invariant_gradients` have the same bits for other microbatches and ranks."""
 
 import hashlib
 from pathlib import Path

@@ -5,6 +5,16 @@ an engine of the caller. `python -m nemo_rl.commands.conformance` is the command
 """
 
 from nemo_rl.commands.conformance.case import Case, ContractError, NotOffered
-from nemo_rl.commands.conformance.run import PROPERTIES, Report, check_engine, check_property, table
+from nemo_rl.commands.conformance.run import DECLARED, PROPERTIES, Report, check_engine, check_property, table
 
-__all__ = ["PROPERTIES", "Case", "ContractError", "NotOffered", "Report", "check_engine", "check_property", "table"]
+__all__ = [
+    "DECLARED",
+    "PROPERTIES",
+    "Case",
+    "ContractError",
+    "NotOffered",
+    "Report",
+    "check_engine",
+    "check_property",
+    "table",
+]

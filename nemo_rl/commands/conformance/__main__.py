@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 from nemo_rl.commands.conformance.case import Case
-from nemo_rl.commands.conformance.run import PROPERTIES, check_engine, table
+from nemo_rl.commands.conformance.run import ALL, check_engine, table
 from nemo_rl.models.generation.interfaces import EngineSettings
 
 
@@ -17,7 +17,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="of the engine, as in cluster.device")
     parser.add_argument("--precision", default="float32", help="of the engine; the reference computes in float32")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest difference of a log-probability")
-    parser.add_argument("--only", action="append", choices=PROPERTIES, help="property to check; may be repeated")
+    parser.add_argument("--zero-mismatch", action="store_true", help="as policy.zero_mismatch, on CPUs")
+    parser.add_argument("--only", action="append", choices=ALL, help="property to check; may be repeated")
     given = parser.parse_args(arguments)
     settings = EngineSettings(
         backend="",
@@ -28,9 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
         max_model_len=256,
         kv_cache_bytes=64 << 20,
         load_weights=True,
+        zero_mismatch=given.zero_mismatch,
     )
     case = Case(given.model, tolerance=given.tolerance)
-    names = given.only or tuple(PROPERTIES)
+    names = given.only or tuple(ALL)
     reports = [check_engine(replace(settings, backend=backend), case, names) for backend in given.backends]
     sys.stdout.write(table(reports))
     return int(any(report.failures for report in reports))

@@ -111,6 +111,23 @@ async def seeds(engine: Engine, case: Case) -> None:
     require(len(found) == len(large), f"{len(large)} seeds below 2**63 gave only {len(found)} responses")
 
 
+async def batch_invariance(engine: Engine, case: Case) -> None:
+    """Answers have the same bits alone, with others, and in another order, if the engine declares it.
+
+    Raises:
+        NotOffered: the engine does not declare `batch_invariant`.
+    """
+    if not getattr(engine, "batch_invariant", False):
+        raise NotOffered("answers may depend in their last bits on what runs at the same time")
+    requests = [ask(prompt, seed=number) for number, prompt in enumerate(case.prompts)]
+    alone = [(await answers_of(engine, [request]))[0] for request in requests]
+    together = await answers_of(engine, requests)
+    reverse = (await answers_of(engine, [*requests[::-1], *requests]))[: len(requests)][::-1]
+    for how, answers in (("with others", together), ("in another order", reverse)):
+        for request, one, other in zip(requests, alone, answers, strict=True):
+            require(same(one, other, 0.0), f"{shown(request)}: the answer alone has other bits than the one {how}")
+
+
 async def bad_words(engine: Engine, case: Case) -> None:
     """A bad word is never completed, and the distribution excludes the token that would complete it."""
     prompts = case.prompts[:5] * 4

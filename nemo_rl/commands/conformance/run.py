@@ -16,6 +16,7 @@ from nemo_rl.commands.conformance.case import Case, ContractError, NotOffered, l
 from nemo_rl.commands.conformance.properties import (
     aborts,
     bad_words,
+    batch_invariance,
     death,
     filters,
     greedy,
@@ -35,6 +36,7 @@ from nemo_rl.commands.conformance.properties import (
 )
 from nemo_rl.files.trusted_code import accept_code, trusted_code
 from nemo_rl.host.boundary import Boundary, raised_as
+from nemo_rl.host.row_invariance import compute_rows_alike
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
 from nemo_rl.models.generation.registry import engine_kind, make_engine
 
@@ -63,7 +65,13 @@ PROPERTIES: Mapping[str, Property] = {
         death,
     )
 }
-"""Properties by name. `death` breaks the engine, so it is the last one."""
+"""Properties of every engine by name. `death` breaks the engine, so it is the last one."""
+
+DECLARED: Mapping[str, Property] = {batch_invariance.__name__: batch_invariance}
+"""Properties that an engine may declare, by name. They are checked if it does."""
+
+ALL = {**DECLARED, **PROPERTIES}
+"""All properties, in the order in which they are checked."""
 
 _START_S = 300.0
 _END_S = 20.0
@@ -99,7 +107,7 @@ async def check_property(engine: Engine, case: Case, name: str) -> None:
     Args:
         engine: the engine, which has the weights of the case's folder before and after the check.
         case: the model and the tolerance.
-        name: a key of `PROPERTIES`.
+        name: a key of `ALL`.
 
     Raises:
         ContractError: the engine breaks the property, raises another error, or needs more than `case.deadline_s`.
@@ -114,12 +122,12 @@ async def check_property(engine: Engine, case: Case, name: str) -> None:
     try:
         with raised_as(broken, but=(ContractError, NotOffered, TimeoutError)):  # an engine may raise anything
             async with asyncio.timeout(case.deadline_s):
-                await PROPERTIES[name](engine, case)
+                await ALL[name](engine, case)
     except TimeoutError:
         raise ContractError(f"{name}: no end within {case.deadline_s:g} s") from None
 
 
-async def check_all(engine: Engine, case: Case, report: Report, names: Iterable[str] = PROPERTIES) -> Report:
+async def check_all(engine: Engine, case: Case, report: Report, names: Iterable[str] = ALL) -> Report:
     """Check properties one after the other, and note the outcomes in a report, which is returned.
 
     After a failure the engine gets the weights of the case's folder again.
@@ -138,13 +146,13 @@ async def check_all(engine: Engine, case: Case, report: Report, names: Iterable[
     return report
 
 
-def check_engine(settings: EngineSettings, case: Case, names: Sequence[str] = tuple(PROPERTIES)) -> Report:
+def check_engine(settings: EngineSettings, case: Case, names: Sequence[str] = tuple(ALL)) -> Report:
     """Build an engine in a process of its own, with the environment that it needs, and check it.
 
     Args:
         settings: settings of the engine, which loads the weights of `case.folder` (`load_weights`).
         case: the model and the tolerance.
-        names: properties to check, keys of `PROPERTIES`.
+        names: properties to check, keys of `ALL`.
 
     Returns:
         What holds, what fails and what the engine does not promise. An engine that cannot be built, that ends the
@@ -196,6 +204,8 @@ def _serve(pipe: Connection, settings: EngineSettings, case: Case, names: Sequen
     accept_code(code)
 
     async def serve() -> None:
+        if settings.zero_mismatch:
+            compute_rows_alike()
         engine = make_engine(settings)
         for name in names:
             pipe.send(await check_all(engine, case, Report(settings.backend), [name]))
@@ -210,10 +220,10 @@ def table(reports: Sequence[Report]) -> str:
     """Return a Markdown table of properties and engines, with the reasons of all failures below it."""
     lines = ["| property | " + " | ".join(report.backend for report in reports) + " |"]
     lines.append("|---|" + "---|" * len(reports))
-    for name in PROPERTIES:
+    for name in ALL:
         lines.append(f"| `{name}` | " + " | ".join(report.outcome(name) for report in reports) + " |")
     lines.append("")
     for report in reports:
         reasons = report.failures | report.not_promised
-        lines += [f"- {report.backend}, `{name}`: {reasons[name].strip()}" for name in PROPERTIES if name in reasons]
+        lines += [f"- {report.backend}, `{name}`: {reasons[name].strip()}" for name in ALL if name in reasons]
     return "\n".join(lines) + "\n"

@@ -23,6 +23,7 @@ from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.data.images.rows import require_images
 from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has_position_rule, position_ids
 from nemo_rl.files.trusted_code import may_run
+from nemo_rl.host.row_invariance import rows_are_alike
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.adapters.slots import AdapterSlots, put_slots
 from nemo_rl.models.adapters.tensors import AdapterTensors
@@ -287,6 +288,8 @@ class ContinuousHfEngine(HfWeights, ContinuousEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         HfWeights.__init__(self, settings)
+        self.batch_invariant = rows_are_alike()
+        """Whether answers do not depend on other requests (`Engine`)."""
         self._transform = find_transform(small_probe_model(self._model))
         self._model.set_attn_implementation(attention_of_parts(self._model.config, register_varlen_attention()))
         size = settings.kv_cache_bytes

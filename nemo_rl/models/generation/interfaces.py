@@ -312,6 +312,8 @@ class Engine(Protocol):
     a class with `accepts_grammars = True` gets requests with `SamplingParams.grammar`, and only a class with
     `reports_experts = True` is asked for experts (`EngineSettings.reports_experts`).
 
+    An engine whose answers do not depend in any bit on what runs at the same time has `batch_invariant = True`.
+
     A class may have a method `take_load() -> EngineLoad | None`, and a coroutine function
     `responses_so_far(ids) -> dict[str, ResponseSoFar]`, which returns the tokens sampled so far by those of the
     requests that run, and lets them continue. Without it, a resumed run restarts a checkpoint's unfinished responses.

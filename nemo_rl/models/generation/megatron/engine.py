@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from nemo_rl.config import MegatronConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.host.device import device_for
+from nemo_rl.host.row_invariance import rows_are_alike
 from nemo_rl.models.attention.kernels import CachedPass
 from nemo_rl.models.generation.continuous import ContinuousEngine, TokenCache
 from nemo_rl.models.generation.interfaces import EngineSettings
@@ -323,6 +324,8 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
             for link in self._links:
                 link.receive()
         self._model = self._part.model
+        self.batch_invariant = rows_are_alike()
+        """Whether answers do not depend on other requests (`Engine`)."""
         self._leads_stage = [rank % settings.tensor_parallel_size == 0 for rank in range(1, settings.num_workers)]
         super().__init__(settings, self._part.vocab_size, self._part.cache)
 

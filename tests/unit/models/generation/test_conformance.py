@@ -9,11 +9,22 @@ import torch
 from faulty_engines import FAULTS
 from generation_helpers import make_model, make_settings, save_model
 
-from nemo_rl.commands.conformance import PROPERTIES, Case, ContractError, Report, check_property, table
+from nemo_rl.commands.conformance import (
+    DECLARED,
+    PROPERTIES,
+    Case,
+    ContractError,
+    NotOffered,
+    Report,
+    check_engine,
+    check_property,
+    table,
+)
 from nemo_rl.commands.conformance.__main__ import main
 from nemo_rl.commands.conformance.run import check_all
 from nemo_rl.models.generation.hf import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.rows import Row
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,3 +92,29 @@ def test_what_an_engine_does_not_promise_is_told(runner: asyncio.Runner, engine:
     report = runner.run(check_all(engine, exempt, Report("hf"), ["filters"]))
     assert report.not_promised == exempt.exempt
     assert "- hf, `filters`: it reports them unfiltered" in table([report]).splitlines()
+
+
+class DependsOnTheBatch(HfEngine):
+    """It declares answers that do not depend on the batch, and their last bits do."""
+
+    batch_invariant = True
+
+    def extend(self, row: Row, logits_V: torch.Tensor) -> int:
+        return super().extend(row, logits_V * (1 + 1e-6 * len(self._active)))
+
+
+def test_declared_properties_are_checked(settings: EngineSettings, case: Case) -> None:
+    for name in DECLARED:
+        with pytest.raises(NotOffered):
+            asyncio.run(check_property(HfEngine(settings), case, name))
+        with pytest.raises(ContractError, match="has other bits"):
+            asyncio.run(check_property(DependsOnTheBatch(settings), case, name))
+
+
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+def test_engines_without_mismatch_do_not_depend_on_the_batch(
+    settings: EngineSettings, case: Case, backend: str
+) -> None:
+    asked = replace(settings, backend=backend, zero_mismatch=True)
+    report = check_engine(asked, case, tuple(DECLARED))
+    assert report.failures == {} and report.holding == [*DECLARED]

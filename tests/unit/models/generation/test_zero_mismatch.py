@@ -87,3 +87,8 @@ def test_settings_with_other_bits_are_refused(values: dict[str, Any], message: s
 def test_gpus_are_refused() -> None:
     found = list(check_zero_mismatch(policy(), ClusterConfig.build(device="cuda", gpus_per_node=1)))
     assert len(found) == 1 and "on CPUs only" in found[0]
+
+
+def test_the_name_in_megatron_cfg_has_the_same_meaning() -> None:
+    assert not PolicyConfig.build(model_name="m").zero_mismatch
+    assert PolicyConfig.build(model_name="m", megatron_cfg={"zero_train_gen_mismatch": True}).zero_mismatch
