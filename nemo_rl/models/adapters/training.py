@@ -4,7 +4,6 @@ The optimizer is `torch.optim.AdamW` with the parameters of each call. Invariant
 updates of this adapter only, and is equal on all ranks.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl.models.adapters.tensors import AdapterTensors
+from nemo_rl.utils.errors import DataError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _GRADIENT, _STEP = "gradient", "step"
@@ -79,12 +79,32 @@ class TrainedAdapter:
         """Make an update, set the gradients to 0, and return their norm before clipping.
 
         Without gradients since the last update, the update is that with gradients of 0.
+
+        Raises:
+            DataError: the norm or a new value would not be finite. Nothing has changed.
         """
+        sums, before = self._sums, {name: value.clone() for name, value in self._everything().items()}
         for name, value in self._parameters.items():
-            value.grad = self._sums.pop(name, None)
-            if value.grad is None:
-                value.grad = torch.zeros_like(value)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), params.max_norm or math.inf)
+            value.grad = sums[name].clone() if name in sums else torch.zeros_like(value)
+        gradients = [value.grad for value in self._parameters.values() if value.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if params.max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), params.max_norm, norm)
+        fits = self._step(params)
+        self.forget_gradients()
+        if not (
+            fits and norm.isfinite() and all(bool(value.isfinite().all()) for value in self._everything().values())
+        ):
+            self._restore(before)
+            raise DataError(
+                f"The update would make values infinite, so it was not made: the gradient has the norm {norm:g}, with "
+                f"learning_rate={params.learning_rate:g} and weight_decay={params.weight_decay:g}."
+            )
+        self._sums = {}
+        return float(norm)
+
+    def _step(self, params: UpdateParams) -> bool:
+        """Make a step of the optimizer. Return whether its numbers fit into float32."""
         for group in self._optimizer.param_groups:
             group |= {
                 "lr": params.learning_rate,
@@ -92,17 +112,36 @@ class TrainedAdapter:
                 "eps": params.eps,
                 "weight_decay": params.weight_decay,
             }
-        self._optimizer.step()
-        self.forget_gradients()
-        return float(norm)
+        try:
+            self._optimizer.step()
+        except RuntimeError as error:
+            if "without overflow" not in str(error):
+                raise
+            return False
+        return True
+
+    def _everything(self) -> dict[str, Tensor]:
+        """Return the matrices and the optimizer's entries of all of them."""
+        found: dict[str, Tensor] = {}
+        for name, value in self._parameters.items():
+            entries = self._optimizer.state.get(value, {})
+            found |= {name: value.detach()} | {f"{name}.{key}": entry for key, entry in entries.items()}
+        return found
+
+    @torch.no_grad()
+    def _restore(self, before: Mapping[str, Tensor]) -> None:
+        """Restore the result of `_everything`."""
+        for name, value in self._everything().items():
+            if name in before:
+                value.copy_(before[name])
+        for name, parameter in self._parameters.items():
+            if f"{name}.{_STEP}" not in before:
+                self._optimizer.state.pop(parameter, None)
 
     def state(self) -> dict[str, Tensor]:
         """Return moments, number of updates, and gradients since the last update, by `<parameter>.<name>`."""
-        found = {f"{name}.{_GRADIENT}": value for name, value in self._sums.items()}
-        for name, value in self._parameters.items():
-            for key, entry in self._optimizer.state.get(value, {}).items():
-                found[f"{name}.{key}"] = entry
-        return {name: entry.detach() for name, entry in found.items()}
+        entries = {name: value for name, value in self._everything().items() if name not in self._parameters}
+        return entries | {f"{name}.{_GRADIENT}": value for name, value in self._sums.items()}
 
     @torch.no_grad()
     def put_state(self, state: Mapping[str, Tensor]) -> None:

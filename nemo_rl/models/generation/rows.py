@@ -100,6 +100,8 @@ class Row:
     """Reason why the response ended. None while it continues."""
     adapter: AdapterTensors | None = None
     """Adapter of the request. The row keeps it if the engine forgets it."""
+    error: str | None = None
+    """Reason why the response cannot be continued. None if it can."""
 
     @property
     def tokens(self) -> list[int]:
@@ -172,7 +174,14 @@ class RowsEngine(SteppedEngine):
         """Draw the next token of a row, check whether it ends the response, and return the token."""
         sampling = row.request.sampling
         banned = [*banned_tokens(row.bad_words, row.token_ids), *self._media_tokens]
-        token, logprob = draw(logits_V, sampling, row.generator, banned)
+        try:
+            token, logprob = draw(logits_V, sampling, row.generator, banned)
+        except NonFiniteError:
+            if row.adapter is None:
+                raise
+            # # Only the requests of this adapter fail, and those of others continue.
+            row.finish_reason, row.error = "abort", f"The logits of {row.request.adapter!r} are not finite."
+            return row.tokens[-1]
         row.token_ids.append(token)
         row.logprobs.append(logprob)
         if token in sampling.stop_token_ids or self._hits_stop_string(row):
@@ -199,7 +208,7 @@ class RowsEngine(SteppedEngine):
         """Return the finished rows and free their resources."""
         self.drop_finished()
         return [
-            Finished(row.request_id, row.token_ids, row.logprobs, row.finish_reason)
+            Finished(row.request_id, row.token_ids, row.logprobs, row.finish_reason, row.error)
             for row in rows
             if row.finish_reason is not None
         ]

@@ -128,7 +128,7 @@ class AdapterPolicy:
 
     def update(self, adapter: str, params: UpdateParams) -> float:
         """Make an AdamW update, and return the norm of the gradient before clipping."""
-        norm: float = self._everywhere("update_adapter", name=adapter, params=params)[0]
+        norm: float = _accepted(self._everywhere("update_adapter", name=adapter, params=params))
         return norm
 
     def save(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:

@@ -139,9 +139,12 @@ class AdapterWorker(PolicyWorker):
         trained.add_gradients(gradients)
         return part
 
-    def update_adapter(self, name: str, params: UpdateParams) -> float:
+    def update_adapter(self, name: str, params: UpdateParams) -> float | Refusal:
         """Make an update, and return the norm of the gradient before clipping."""
-        return self._trained[name].update(params)
+        try:
+            return self._trained[name].update(params)
+        except DataError as error:
+            return Refusal(str(error))
 
     def save_adapter(self, name: str, folder: str, with_optimizer: bool) -> Refusal | None:
         """Write an adapter into a new folder. Only one rank is called."""

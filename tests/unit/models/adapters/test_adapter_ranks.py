@@ -1,6 +1,9 @@
 """Adapters on one base in a rank: gradients, updates and files against PEFT, torch.optim and float64."""
 
+import gc
 import math
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +150,51 @@ def test_a_pass_that_is_not_finite_adds_nothing(base, group):
     assert isinstance(refused, Refusal) and "nothing was added" in refused.reason
     for name, value in worker._trained["a"]._sums.items():
         assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"learning_rate": 1e39}, {"weight_decay": 1e42}, {"learning_rate": 0.1, "gradient": 1e30}]
+)
+def test_an_update_that_is_not_finite_changes_nothing(base, group, changes):
+    """Neither the first update of an adapter, nor a later one; the gradients stay."""
+    changes = dict(changes)
+    gradient = changes.pop("gradient", None)
+    for num_before in (0, 1):
+        worker = make_worker(base)
+        for name in ("a", "b"):
+            worker.create_adapter(name, SHAPE)
+            randomize(worker, name)
+            for seed in range(num_before):
+                run(worker, name, given_rows(seed=seed))
+                worker.update_adapter(name, UPDATE)
+            run(worker, name, given_rows(seed=5))
+        a = worker._trained["a"]
+        if gradient is not None:
+            wild = {name: torch.full_like(value, gradient) for name, value in a._sums.items()}
+            kept, a._sums = a._sums, wild
+        refused = worker.update_adapter("a", replace(UPDATE, **changes))
+        assert isinstance(refused, Refusal) and "would make values infinite" in refused.reason
+        if gradient is not None:
+            assert a._sums is wild
+            a._sums = kept
+        assert worker.update_adapter("a", UPDATE) == worker.update_adapter("b", UPDATE)
+        b = worker._trained["b"]._everything()
+        assert all(torch.equal(value, b[name]) for name, value in a._everything().items())
+
+
+def test_a_dropped_adapter_is_freed(base, group):
+    worker = make_worker(base)
+    worker.create_adapter("a", SHAPE)
+    run(worker, "a", given_rows())
+    worker.update_adapter("a", UPDATE)
+    worker.keep_sampler("s", "a")
+    held = [*worker._trained["a"]._everything().values(), *worker._samplers["s"].parameters().values()]
+    seen = [weakref.ref(tensor.untyped_storage()) for tensor in held]
+    worker.drop_adapter("a")
+    worker.drop_sampler("s")
+    del held
+    gc.collect()
+    assert len(seen) > 50 and not any(ref() is not None for ref in seen)
 
 
 @pytest.mark.parametrize("pending", [False, True])

@@ -1,13 +1,14 @@
 """Adapters in engines: whose model draws a response, what rows share, and what an engine refuses."""
 
 import asyncio
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import peft
 import pytest
 import torch
-from generation_helpers import PROMPTS, answered, ask, greedy_reference, make_model, make_settings, save_model
+from generation_helpers import PROMPTS, ask, greedy_reference, make_model, make_settings, save_model
 
 from nemo_rl.models.adapters.files import BaseModel, write_adapter_folder
 from nemo_rl.models.adapters.slots import linear_names
@@ -51,8 +52,16 @@ def engine(request, folder, adapters):
     return made
 
 
+NUMBERS = itertools.count()
+
+
 def run(engine, requests: list[GenerationRequest]) -> list[GenerationResult]:
-    return asyncio.run(answered(engine, requests))
+    """Answer requests with ids that no earlier request had, as a group of engines does."""
+
+    async def answers() -> list[GenerationResult]:
+        return await asyncio.gather(*(engine.generate(f"row {next(NUMBERS)}", request) for request in requests))
+
+    return asyncio.run(answers())
 
 
 def greedy(prompt: list[int], adapter: str | None) -> GenerationRequest:
@@ -108,6 +117,23 @@ def test_a_running_request_keeps_an_adapter_that_is_dropped(engine, adapters):
 
     result = asyncio.run(drop_meanwhile())
     np.testing.assert_array_equal(result.token_ids, run(engine, [greedy(PROMPTS[0], "b")])[0].token_ids)
+
+
+def test_an_adapter_that_overflows_fails_its_own_requests_only(engine, adapters):
+    wild = {name: value * 1e30 for name, value in adapters["a"].parameters().items()}
+    engine.add_adapter("wild", adapters["a"].with_parameters(wild))
+    others = [greedy(PROMPTS[0], "a"), greedy(PROMPTS[1], None)]
+    alone = run(engine, others)
+
+    async def together() -> list[GenerationResult | BaseException]:
+        requests = [others[0], greedy(PROMPTS[0], "wild"), others[1]]
+        answers = [engine.generate(f"together {number}", request) for number, request in enumerate(requests)]
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    first, failed, last = asyncio.run(together())
+    assert isinstance(failed, GenerationError) and "'wild' are not finite" in str(failed)
+    for ours, theirs in zip((first, last), alone, strict=True):
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
 
 
 def test_rows_share_keys_and_values_with_rows_of_their_adapter_only():
