@@ -299,7 +299,7 @@ def test_a_full_queue_is_answered_with_429(tmp_path):
     with service(models, config_in(tmp_path, max_queued_mb=1)) as url:
         client = Raw(url)
         model = client.model(client.session())
-        rows = [[1] * 60 for _ in range(500)]
+        rows = [[1] * 60 for _ in range(700)]
         assert client.submit_pass(model, 2, rows)["request_id"]  # waits for the first one
         answer = client.http.post("/api/v1/forward_backward", content=pass_body(model, 3, rows))
         assert answer.status_code == 429

@@ -404,7 +404,8 @@ def test_the_end_of_a_session(tmp_path):
         assert sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2)).result().sequences
         assert session_id in rest.list_sessions().result().sessions
         assert rest.get_session(session_id).result().training_run_ids == [client.model_id]
-        (found,) = rest.search_sessions(session_id=session_id).result().sessions
+        wanted = types.SessionSearchRequest(session_id=session_id)
+        (found,) = rest.search_sessions(wanted).result().sessions
         assert found.status.type == "client_finished"
 
 
