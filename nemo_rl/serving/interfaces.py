@@ -88,7 +88,7 @@ class PassResult:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """What to compute about the tokens of a prompt."""
+    """Choice of scores of the tokens of a prompt."""
 
     top_k: int = 0
     """Number of most likely tokens to return at each position."""
@@ -118,7 +118,7 @@ class RequestError(NemoRLError, ValueError):
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the base model accepts."""
+    """Limits of the base model."""
 
     max_context: int
     """Largest number of tokens of a sequence, with its response."""
@@ -139,7 +139,7 @@ class AdapterModels(Protocol):
     """
 
     limits: ModelLimits
-    """What the base model accepts."""
+    """Limits of the base model."""
 
     async def create(self, adapter: str, spec: AdapterSpec) -> None:
         """Add an adapter with an optimizer."""

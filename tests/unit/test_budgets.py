@@ -19,9 +19,9 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 100_900, "all": 126_500}
-FILES = {"core": 555, "all": 718}
-FOLDERS = 88
+LINES = {"core": 100_900, "all": 131_100}
+FILES = {"core": 555, "all": 745}
+FOLDERS = 91
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4

@@ -329,7 +329,7 @@ def test_other_addresses_need_keys():
 
 
 def test_secrets_are_private(target):
-    """Nobody but the user of the process reads the state, and keys are in no file."""
+    """Only the user of the process may read the state, and keys are in no file."""
     assert target.folder.stat().st_mode & 0o077 == 0
     for path in target.folder.rglob("*"):
         if path.is_file():
