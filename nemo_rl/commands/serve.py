@@ -69,17 +69,23 @@ def serve(
 
     Raises:
         ConfigError: a key cannot be used.
+        WorkerDiedError: a process of the models has died. A service that is started again continues.
     """
     from nemo_rl.data.tokenizer import get_tokenizer
     from nemo_rl.host.boundary import in_background
     from nemo_rl.serving.server import serving
+    from nemo_rl.utils.errors import WorkerDiedError
 
     tokenizer = get_tokenizer(config.policy.tokenizer)
     models, close = open_models(config)
-    stop = threading.Event()
+    stop, losses = threading.Event(), list[WorkerDiedError]()
+
+    def end_after(error: WorkerDiedError) -> None:
+        losses.append(error)
+        stop.set()
 
     async def run() -> None:
-        async with serving(models, config.service, names_of(config), tokenizer) as address:
+        async with serving(models, config.service, names_of(config), tokenizer, end_after) as address:
             sys.stdout.write(f"Serving on {address}\n")
             sys.stdout.flush()
             while not stop.is_set():
@@ -94,6 +100,8 @@ def serve(
         running.result(_END_S)
     finally:
         close()
+    if losses:
+        raise losses[0]
     return 0
 
 

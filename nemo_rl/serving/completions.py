@@ -3,6 +3,7 @@
 Invariant: a request with a seed gives the tokens that asample gives for the prompt's tokens and the same seed.
 """
 
+import asyncio
 import contextlib
 from array import array
 from collections.abc import AsyncIterator, Mapping
@@ -19,7 +20,6 @@ from nemo_rl.agents.dialects.interface import Dialect
 from nemo_rl.agents.endpoint.answers import before_stop, short_id
 from nemo_rl.agents.endpoint.calls import CallAnswer, CallError, CallRequest
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.host.boundary import raised_as
 from nemo_rl.host.guarded_http import ConnectionGuard
 from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
 from nemo_rl.models.generation.responses import sampled_text
@@ -81,7 +81,7 @@ class CompletionRoutes:
         if body.get("stream"):
             raise CallError(400, "Answers are not streamed here; leave out stream.", "unsupported_parameter", "stream")
         _refuse_forms(call)
-        prompt = self._prompt(call)
+        prompt = await self._prompt(call)
         sample = SampleCall(prompt, self._sampling(call, len(prompt)), self._seeds(call), None, False, 0)
         number = len(sample.seeds)
         self._service.limits.check_samples(user, number)
@@ -105,23 +105,35 @@ class CompletionRoutes:
         async with self._service.samplers.use(folder) as name:
             yield name
 
-    def _prompt(self, call: CallRequest) -> list[int]:
+    async def _prompt(self, call: CallRequest) -> list[int]:
         """Return the tokens of a prompt or of a conversation."""
         if isinstance(call.prompt, str):
             tokens = self._tokenizer(call.prompt, add_special_tokens=False)["input_ids"]
         elif call.prompt is not None:
             tokens = list(call.prompt)
         else:
-            with raised_as(_unrenderable):  # templates raise errors of any kind for unexpected messages
-                tokens = self._tokenizer.apply_chat_template(
-                    [dict(message) for message in call.messages],
-                    add_generation_prompt=not call.continues_last,
-                    continue_final_message=call.continues_last,
-                    tokenize=True,
-                    return_dict=False,
-                    **call.template_kwargs,
-                )
+            rendering = asyncio.create_task(asyncio.to_thread(self._rendered, call))
+            await asyncio.wait({rendering})
+            # Templates raise errors of any kind for unexpected messages.
+            error = rendering.exception()
+            if error is not None:
+                message = f"The messages cannot be rendered: {error}"
+                raise CallError(400, message, "invalid_messages", "messages") from error
+            tokens = rendering.result()
         return read_tokens([tokens], "prompt", self._service.models.limits).tolist()
+
+    def _rendered(self, call: CallRequest) -> list[int]:
+        """Return the tokens of a conversation."""
+        return list(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in call.messages],
+                add_generation_prompt=not call.continues_last,
+                continue_final_message=call.continues_last,
+                tokenize=True,
+                return_dict=False,
+                **call.template_kwargs,
+            )
+        )
 
     def _sampling(self, call: CallRequest, length: int) -> SamplingParams:
         room = self._service.models.limits.max_context - length
@@ -159,10 +171,6 @@ class CompletionRoutes:
             array("f", result.logprobs.tolist()),
             token_texts=[str(decode([token])) for token in tokens] if call.reads_token_texts else [],
         )
-
-
-def _unrenderable(error: Exception) -> CallError:
-    return CallError(400, f"The messages cannot be rendered: {error}", "invalid_messages", "messages")
 
 
 def _refuse_forms(call: CallRequest) -> None:

@@ -37,7 +37,7 @@ class BusyError(RefusedError):
 
 
 @dataclass
-class Limits:
+class UserLimits:
     """Limits of each user."""
 
     config: ServiceConfig

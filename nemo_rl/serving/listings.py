@@ -22,7 +22,7 @@ from nemo_rl.serving.requests import error_response
 from nemo_rl.serving.routes import TrainingRoutes
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.checkpoints import KINDS, CheckpointPath, CheckpointRecord, checked_name
-from nemo_rl.serving.store.sessions import Session
+from nemo_rl.serving.store.sessions import ClientSession
 from nemo_rl.serving.store.tenants import Tenant
 from nemo_rl.serving.wire.bodies import SearchBody, TtlBody, WeightsInfoBody, read_body
 
@@ -164,7 +164,7 @@ class ListingRoutes:
         cursor = {"last_created_at": _time(part[-1].created_at), "last_session_id": part[-1].id} if more else None
         return JSONResponse({"sessions": [self._summary(session) for session in part], "next_cursor": cursor})
 
-    def _summary(self, session: Session) -> dict[str, Any]:
+    def _summary(self, session: ClientSession) -> dict[str, Any]:
         runs = {tenant.id for tenant in self._state.tenants.all() if tenant.session_id == session.id}
         saved = list(self._state.checkpoints.of(lambda record: record.run in runs))
         return {
@@ -253,24 +253,24 @@ def _described(record: CheckpointRecord) -> dict[str, Any]:
     }
 
 
-def _name(session: Session) -> str | None:
+def _name(session: ClientSession) -> str | None:
     name: str | None = session.details.get("display_name")
     return name
 
 
-def _texts(session: Session) -> dict[str, str] | None:
+def _texts(session: ClientSession) -> dict[str, str] | None:
     metadata = session.details.get("user_metadata")
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
 
 
-def _status(session: Session) -> dict[str, Any]:
+def _status(session: ClientSession) -> dict[str, Any]:
     if session.finished is None:
         return {"type": "active"}
     reason = session.finished["reason"] or {"type": "success"}
     return {"type": "client_finished", "reason": reason, "detail": session.finished["detail"]}
 
 
-def _matches(session: Session, wanted: SearchBody) -> bool:
+def _matches(session: ClientSession, wanted: SearchBody) -> bool:
     """Return whether a search finds a session."""
     if wanted.statuses and _status(session)["type"] not in {each.get("type") for each in wanted.statuses}:
         return False

@@ -1,6 +1,6 @@
 """Hold the results of requests until clients ask for them.
 
-    submit ─► Promise ─► retrieve_future waits for it, at most `poll_hold_s` seconds ─► Outcome
+    submit ─► Promise ─► retrieve_future waits for it, at most `poll_hold_s` seconds ─► RequestOutcome
 
 Invariant: a result can be asked for again for `keep_s` seconds after it was delivered, because answers get lost.
 """
@@ -15,14 +15,14 @@ from typing import Literal
 type Category = Literal["user", "server"]
 
 UNASKED_S = 86400.0
-"""Time in seconds after which a result is removed for which nobody has asked."""
+"""Time in seconds after which a result is removed for which no client has asked."""
 _PROTO = b"P"
 _JSON = b"J"
 _FAILED = b"F"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """Result of a request, or its error."""
 
     content: bytes
@@ -33,12 +33,12 @@ class Outcome:
     """Whether the request has failed."""
 
     @classmethod
-    def of_json(cls, **fields: object) -> "Outcome":
+    def of_json(cls, **fields: object) -> "RequestOutcome":
         """Return a result in JSON."""
         return cls(json.dumps(fields).encode())
 
     @classmethod
-    def failed(cls, message: str, category: Category) -> "Outcome":
+    def failed(cls, message: str, category: Category) -> "RequestOutcome":
         """Return an error."""
         return cls(json.dumps({"error": message, "category": category}).encode(), has_failed=True)
 
@@ -48,7 +48,7 @@ class Outcome:
         return kind + self.content
 
     @classmethod
-    def unpacked(cls, stored: bytes) -> "Outcome":
+    def unpacked(cls, stored: bytes) -> "RequestOutcome":
         """Return what `packed` has stored."""
         return cls(stored[1:], stored[:1] == _PROTO, stored[:1] == _FAILED)
 
@@ -61,7 +61,7 @@ class Promise:
     """Id of the request."""
     digest: str
     """Hash of the request."""
-    outcome: Outcome | None = None
+    outcome: RequestOutcome | None = None
     """The result, or None if it is not there yet."""
     made_at: float = field(default_factory=time.monotonic)
     """Time of the result, or of the request without one, in seconds of the monotonic clock."""
@@ -69,13 +69,13 @@ class Promise:
     """Time at which the result was first sent to a client, or None if it was not."""
     _is_there: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def resolve(self, outcome: Outcome) -> None:
+    def resolve(self, outcome: RequestOutcome) -> None:
         """Set the result. Only the first one counts."""
         if self.outcome is None:
             self.outcome, self.made_at = outcome, time.monotonic()
             self._is_there.set()
 
-    async def wait(self, seconds: float) -> Outcome | None:
+    async def wait(self, seconds: float) -> RequestOutcome | None:
         """Return the result, or None if it is not there in time."""
         if self.outcome is None:
             try:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from nemo_rl.host.guarded_http import ConnectionGuard
 from nemo_rl.serving.interfaces import RequestError
 from nemo_rl.serving.limits import RefusedError
-from nemo_rl.serving.promises import Outcome
+from nemo_rl.serving.promises import RequestOutcome
 from nemo_rl.serving.store.keys import KeyBook
 
 PROTO = "application/x-protobuf"
@@ -105,6 +105,6 @@ def error_response(status: int, message: str) -> Response:
     return JSONResponse({"error": message, "message": message, "category": "user"}, status, headers)
 
 
-def outcome_response(outcome: Outcome) -> Response:
+def outcome_response(outcome: RequestOutcome) -> Response:
     """Return the result of a request, or its error, which has the status 200 too."""
     return Response(outcome.content, media_type=PROTO if outcome.is_proto else "application/json")

@@ -16,21 +16,22 @@ import numpy as np
 from nemo_rl.files.writing import write_atomically
 from nemo_rl.models.generation.interfaces import GenerationResult
 from nemo_rl.serving.interfaces import AdapterModels, PromptScores, RequestError, ScoreRequest
-from nemo_rl.serving.limits import Limits, RefusedError
-from nemo_rl.serving.promises import Outcome, Promise
+from nemo_rl.serving.limits import RefusedError, UserLimits
+from nemo_rl.serving.promises import Promise, RequestOutcome
 from nemo_rl.serving.samplers import SamplerPool
 from nemo_rl.serving.state import ServiceState
-from nemo_rl.serving.store.sessions import Sampler
+from nemo_rl.serving.store.sessions import SamplingSession
 from nemo_rl.serving.store.tenants import digest_of
 from nemo_rl.serving.turns import FairGate
 from nemo_rl.serving.wire.bodies import SampleBody, read_body, read_json
 from nemo_rl.serving.wire.samples import SampleCall, read_sample, write_sample
+from nemo_rl.utils.errors import WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Sampling:
+class SampleRunner:
     """Requests to sample."""
 
     models: AdapterModels
@@ -39,8 +40,10 @@ class Sampling:
     """Files."""
     pool: SamplerPool
     """Samplers in memory."""
-    limits: Limits
+    limits: UserLimits
     """Limits of users."""
+    note_error: Callable[[BaseException], None] = lambda error: None
+    """Function that is called with each error of the server."""
     gate: FairGate = field(init=False)
     """Places of sequences that are sampled at the same time."""
     _tasks: dict[str, "asyncio.Task[bytes]"] = field(default_factory=dict, init=False)
@@ -53,7 +56,7 @@ class Sampling:
     def __post_init__(self) -> None:
         self.gate = FairGate(self.limits.config.max_concurrent_samples)
 
-    def submit(self, owner: str, sampler: Sampler, seq_id: int, raw: bytes) -> Promise:
+    def submit(self, owner: str, sampler: SamplingSession, seq_id: int, raw: bytes) -> Promise:
         """Start to answer a request, or return the promise of the same request.
 
         Args:
@@ -75,7 +78,7 @@ class Sampling:
         write_atomically(self.state.sample_file(sampler, seq_id), raw)
         return self._start(owner, sampler, call, self.state.promises.add(Promise(request_id, digest)))
 
-    def resume(self, owner: str, sampler: Sampler, seq_id: int) -> Promise | None:
+    def resume(self, owner: str, sampler: SamplingSession, seq_id: int) -> Promise | None:
         """Answer a request of an earlier process again, or return None if its body is not stored any more."""
         file = self.state.sample_file(sampler, seq_id)
         return self.submit(owner, sampler, seq_id, file.read_bytes()) if file.exists() else None
@@ -94,7 +97,7 @@ class Sampling:
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=5.0)
 
-    def _start(self, owner: str, sampler: Sampler, call: SampleCall, promise: Promise) -> Promise:
+    def _start(self, owner: str, sampler: SamplingSession, call: SampleCall, promise: Promise) -> Promise:
         number = len(call.seeds)
         self.limits.waiting_samples[owner] += number
         folder = self.state.sampler_folder(sampler) if sampler.has_folder else None
@@ -108,7 +111,11 @@ class Sampling:
             self._callbacks.pop(task, None)
             del self._tasks[promise.id]
             self.limits.waiting_samples[owner] -= number
-            promise.resolve(_outcome(task, promise.id))
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                self.note_error(error)
+            if not isinstance(error, WorkerDiedError):
+                promise.resolve(_outcome(task, promise.id))
 
         task = asyncio.create_task(answer())
         self._tasks[promise.id], self._callbacks[task] = task, ended
@@ -165,14 +172,14 @@ def _hide(scores: PromptScores, first: int) -> None:
         scores.top_ids[:first], scores.top_logprobs[:first] = 0, -99999.0
 
 
-def _outcome(task: "asyncio.Task[bytes]", request_id: str) -> Outcome:
+def _outcome(task: "asyncio.Task[bytes]", request_id: str) -> RequestOutcome:
     """Return the result of a request that has ended."""
     if task.cancelled():
-        return Outcome.failed("The request was cancelled.", "user")
+        return RequestOutcome.failed("The request was cancelled.", "user")
     error = task.exception()
     if error is None:
-        return Outcome(task.result(), is_proto=True)
+        return RequestOutcome(task.result(), is_proto=True)
     if isinstance(error, RequestError | RefusedError):
-        return Outcome.failed(str(error), "user")
+        return RequestOutcome.failed(str(error), "user")
     logger.error("%s has failed", request_id, exc_info=error)
-    return Outcome.failed(f"The server could not sample: {type(error).__name__}.", "server")
+    return RequestOutcome.failed(f"The server could not sample: {type(error).__name__}.", "server")

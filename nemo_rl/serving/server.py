@@ -7,7 +7,7 @@ loop runs on a thread of its own, because the HTTP server would handle the signa
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from nemo_rl.serving.routes import TrainingRoutes
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.keys import KeyBook
 from nemo_rl.utils.addresses import http_address, listener_of
+from nemo_rl.utils.errors import WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,11 @@ def application_of(
 
 @contextlib.asynccontextmanager
 async def serving(
-    models: AdapterModels, config: ServiceConfig, names: list[str], tokenizer: TokenizerType | None = None
+    models: AdapterModels,
+    config: ServiceConfig,
+    names: list[str],
+    tokenizer: TokenizerType | None = None,
+    on_loss: Callable[[WorkerDiedError], None] = lambda error: None,
 ) -> AsyncIterator[str]:
     """Serve for the time of a block, which gets the address.
 
@@ -64,12 +69,13 @@ async def serving(
         config: section `service`.
         names: names of the base model that clients may use.
         tokenizer: of the base model.
+        on_loss: function that is called if the models have lost a process.
 
     Raises:
         ConfigError: the address or a file of the section cannot be used.
     """
     keys = KeyBook(None if config.keys_file is None else Path(config.keys_file))
-    service, guard = Service(models, config, names), ConnectionGuard(idle_s=_IDLE_S)
+    service, guard = Service(models, config, names, on_loss), ConnectionGuard(idle_s=_IDLE_S)
     listener = listener_of("service", config.host, config.port)
     server = guard.server(
         application_of(service, tokenizer, keys, guard), lifespan="off", timeout_keep_alive=int(_IDLE_S)

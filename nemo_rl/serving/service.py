@@ -12,24 +12,25 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.schema.service import ServiceConfig
 from nemo_rl.serving.interfaces import AdapterModels, AdapterSpec, RequestError
-from nemo_rl.serving.limits import Limits, RefusedError
-from nemo_rl.serving.promises import UNASKED_S, Outcome, Promise
+from nemo_rl.serving.limits import RefusedError, UserLimits
+from nemo_rl.serving.promises import UNASKED_S, Promise, RequestOutcome
 from nemo_rl.serving.samplers import SamplerPool
-from nemo_rl.serving.sampling import Sampling
+from nemo_rl.serving.sampling import SampleRunner
 from nemo_rl.serving.state import ServiceState
 from nemo_rl.serving.store.journal import link_tree
-from nemo_rl.serving.store.sessions import Sampler, Session, sampler_id
+from nemo_rl.serving.store.sessions import ClientSession, SamplingSession, sampler_id
 from nemo_rl.serving.store.tenants import Command, Tenant, TenantDetails, digest_of
-from nemo_rl.serving.training import Trainer
+from nemo_rl.serving.training import CommandRunner
 from nemo_rl.serving.turns import TurnTable
 from nemo_rl.serving.wire.bodies import CreateModelBody, CreateSamplerBody, LoadWeightsBody, LoraBody, OptimizerBody
+from nemo_rl.utils.errors import WorkerDiedError
 from nemo_rl.utils.seed import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -42,23 +43,32 @@ _STOP_S = 30.0
 
 
 class Service:
-    """Everything behind the routes.
+    """Training and sampling of all users.
 
     Args:
         models: adapters on the base model.
         config: section `service`.
         names: names of the base model that clients may use, the first one for lists.
+        on_loss: function that is called if the models have lost a process. Requests without results keep none, so that
+            the next process of the service executes them.
     """
 
-    def __init__(self, models: AdapterModels, config: ServiceConfig, names: list[str]) -> None:
+    def __init__(
+        self,
+        models: AdapterModels,
+        config: ServiceConfig,
+        names: list[str],
+        on_loss: Callable[[WorkerDiedError], None] = lambda error: None,
+    ) -> None:
+        self.on_loss = on_loss
         self.models = models
         self.config = config
         self.names = names
         self.state = ServiceState(Path(config.state_dir), config.keep_results_s)
-        self.limits = Limits(config, self.state.sessions, self.state.tenants, self.state.checkpoints)
+        self.limits = UserLimits(config, self.state.sessions, self.state.tenants, self.state.checkpoints)
         self.samplers = SamplerPool(models, config.max_resident_samplers)
-        self.trainer = Trainer(models, self.state, self.samplers, self.limits)
-        self.sampling = Sampling(models, self.state, self.samplers, self.limits)
+        self.trainer = CommandRunner(models, self.state, self.samplers, self.limits)
+        self.sampling = SampleRunner(models, self.state, self.samplers, self.limits, self._note_loss)
         self._turns = TurnTable()
         self._tasks: list[asyncio.Task[None]] = []
         self._removed: set[str] = set()
@@ -175,7 +185,7 @@ class Service:
     def failed(self, error: RequestError) -> Promise:
         """Return the promise of a request that is refused."""
         promise = Promise(f"refused:{secrets.token_hex(16)}", "")
-        promise.resolve(Outcome.failed(str(error), "user"))
+        promise.resolve(RequestOutcome.failed(str(error), "user"))
         return self.state.promises.add(promise)
 
     def promise_of(self, tenant: Tenant, seq_id: int) -> Promise | None:
@@ -189,7 +199,7 @@ class Service:
             stored = tenant.result_of(seq_id)
             if stored is None:
                 return None
-            promise.resolve(Outcome.unpacked(stored))
+            promise.resolve(RequestOutcome.unpacked(stored))
         return self.state.promises.add(promise)
 
     def find_promise(self, owner: str, request_id: str) -> Promise:
@@ -225,7 +235,7 @@ class Service:
             return "earlier requests of the model are executed first"
         return f"the request {missing} of the model has not arrived"
 
-    def create_sampler(self, owner: str, given: CreateSamplerBody) -> Sampler:
+    def create_sampler(self, owner: str, given: CreateSamplerBody) -> SamplingSession:
         """Make a sampling session.
 
         Raises:
@@ -243,19 +253,21 @@ class Service:
         number = given.sampling_session_seq_id
         if given.model_path is None:
             base = self.checked_base(given.base_model or "")
-            new = Sampler(sampler_id(session.id, number), number, base)
+            new = SamplingSession(sampler_id(session.id, number), number, base)
         else:
             record = self.state.checkpoint(owner, given.model_path)
-            new = Sampler(sampler_id(session.id, number), number, record.base_model, given.model_path, has_folder=True)
+            new = SamplingSession(
+                sampler_id(session.id, number), number, record.base_model, given.model_path, has_folder=True
+            )
             link_tree(self.state.checkpoints.files_of(record), self._free_folder(new))
         self.state.sessions.add_sampler(session, new)
         return new
 
-    def finish_session(self, session: Session, reason: dict[str, Any]) -> None:
+    def finish_session(self, session: ClientSession, reason: dict[str, Any]) -> None:
         """End a session. What it has queued is executed, and then its models and samplers are removed."""
         self.state.sessions.finish(session, reason)
 
-    def _free_folder(self, sampler: Sampler) -> Path:
+    def _free_folder(self, sampler: SamplingSession) -> Path:
         """Return the folder of a new sampling session, without what a killed process has left there."""
         folder = self.state.sampler_folder(sampler)
         shutil.rmtree(folder, ignore_errors=True)
@@ -295,6 +307,7 @@ class Service:
         error = task.exception()
         if error is not None:
             logger.error("The service will try again", exc_info=error)
+            self._note_loss(error)
             await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
         return error is None
 
@@ -308,7 +321,7 @@ class Service:
             if session.finished is not None and session.id not in self._removed:
                 await self._remove(session)
 
-    async def _remove(self, session: Session) -> None:
+    async def _remove(self, session: ClientSession) -> None:
         """Remove the models and samplers of an ended session, unless they have requests without results."""
         tenants = [tenant for tenant in self.state.tenants.all() if tenant.session_id == session.id]
         is_sampling = self.state.promises.unresolved(lambda promise: promise.id.startswith(f"{session.id}:sample:"))
@@ -319,6 +332,11 @@ class Service:
         await self.samplers.forget(self.state.folder / "samplers" / session.id)
         self.state.remove_samplers(session)
         self._removed.add(session.id)
+
+    def _note_loss(self, error: BaseException) -> None:
+        """Tell the program that the models have lost a process, so that it ends and is started again."""
+        if isinstance(error, WorkerDiedError):
+            self.on_loss(error)
 
     async def _sweep(self) -> None:
         """Remove results, checkpoints and samplers whose time is over."""

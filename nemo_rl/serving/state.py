@@ -13,7 +13,7 @@ from nemo_rl.serving.interfaces import RequestError
 from nemo_rl.serving.limits import RefusedError
 from nemo_rl.serving.promises import PromiseBook
 from nemo_rl.serving.store.checkpoints import CheckpointRecord, CheckpointStore, parse_path
-from nemo_rl.serving.store.sessions import Sampler, Session, SessionStore
+from nemo_rl.serving.store.sessions import ClientSession, SamplingSession, SessionStore
 from nemo_rl.serving.store.tenants import Tenant, TenantStore
 from nemo_rl.utils.errors import ConfigError
 
@@ -23,7 +23,7 @@ _LOCK_S = 30.0
 
 
 class ServiceState:
-    """What the service keeps.
+    """Files and results of the service.
 
     Args:
         folder: made if it is missing.
@@ -47,7 +47,7 @@ class ServiceState:
         """Let another process use the folder."""
         self._lock.release()
 
-    def session(self, owner: str, session_id: str) -> Session:
+    def session(self, owner: str, session_id: str) -> ClientSession:
         """Return a session of a user.
 
         Raises:
@@ -76,7 +76,7 @@ class ServiceState:
             raise RefusedError(404, f"There is no model {model_id!r}.")
         return tenant
 
-    def sampler(self, owner: str, sampler_id: str) -> Sampler:
+    def sampler(self, owner: str, sampler_id: str) -> SamplingSession:
         """Return a sampling session of a user.
 
         Raises:
@@ -104,17 +104,17 @@ class ServiceState:
             raise RefusedError(403, f"The checkpoint {path} belongs to another key.")
         return record
 
-    def sampler_folder(self, sampler: Sampler) -> Path:
+    def sampler_folder(self, sampler: SamplingSession) -> Path:
         """Return the folder for the adapter of a sampling session."""
         return self.folder / "samplers" / sampler.session_id / str(sampler.number)
 
-    def sample_file(self, sampler: Sampler, seq_id: int) -> Path:
+    def sample_file(self, sampler: SamplingSession, seq_id: int) -> Path:
         """Return the file for the body of a request to sample, in an existing folder."""
         folder = self.folder / "samples" / sampler.session_id / str(sampler.number)
         folder.mkdir(parents=True, exist_ok=True)
         return folder / str(seq_id)
 
-    def remove_samplers(self, session: Session) -> None:
+    def remove_samplers(self, session: ClientSession) -> None:
         """Remove the files of the sampling sessions of a session that has ended."""
         for part in ("samplers", "samples"):
             shutil.rmtree(self.folder / part / session.id, ignore_errors=True)

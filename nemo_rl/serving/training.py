@@ -18,12 +18,12 @@ from typing import Any
 
 from nemo_rl.config.schema.service import ServiceConfig
 from nemo_rl.serving.interfaces import AdamParams, AdapterModels, AdapterSpec, RequestError
-from nemo_rl.serving.limits import Limits, RefusedError
-from nemo_rl.serving.promises import Outcome
+from nemo_rl.serving.limits import RefusedError, UserLimits
+from nemo_rl.serving.promises import RequestOutcome
 from nemo_rl.serving.samplers import SamplerPool
 from nemo_rl.serving.state import ServiceState
 from nemo_rl.serving.store.checkpoints import CheckpointPath, CheckpointRecord, checked_name
-from nemo_rl.serving.store.sessions import Sampler, sampler_id
+from nemo_rl.serving.store.sessions import SamplingSession, sampler_id
 from nemo_rl.serving.store.tenants import Command, Tenant
 from nemo_rl.serving.wire.bodies import (
     AdamBody,
@@ -37,6 +37,7 @@ from nemo_rl.serving.wire.bodies import (
 )
 from nemo_rl.serving.wire.messages import ForwardBackwardRequest, parsed
 from nemo_rl.serving.wire.passes import read_pass, write_output
+from nemo_rl.utils.errors import WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ _ATTEMPTS = 2
 """Number of times that a command is tried if the server is at fault. The second time starts from the stored state."""
 
 
-class Trainer:
+class CommandRunner:
     """Models of clients on one base model.
 
     Args:
@@ -54,14 +55,14 @@ class Trainer:
         limits: of users.
     """
 
-    def __init__(self, models: AdapterModels, state: ServiceState, samplers: SamplerPool, limits: Limits) -> None:
+    def __init__(self, models: AdapterModels, state: ServiceState, samplers: SamplerPool, limits: UserLimits) -> None:
         self._models = models
         self._state = state
         self._samplers = samplers
         self._limits = limits
         self._config: ServiceConfig = limits.config
         self._numbers = itertools.count(1)
-        self._kinds: Mapping[str, Callable[[Tenant, Command, bytes], Awaitable[Outcome]]] = {
+        self._kinds: Mapping[str, Callable[[Tenant, Command, bytes], Awaitable[RequestOutcome]]] = {
             "create_model": self._create,
             "forward": self._pass,
             "forward_backward": self._pass,
@@ -103,8 +104,12 @@ class Trainer:
             await self._drop(tenant)
         tenant.remove_files()
 
-    async def _outcome(self, tenant: Tenant, command: Command) -> Outcome:
-        """Return the result of a command. Errors of the server are logged, and tried again once."""
+    async def _outcome(self, tenant: Tenant, command: Command) -> RequestOutcome:
+        """Return the result of a command. Errors of the server are logged, and tried again once.
+
+        Raises:
+            WorkerDiedError: the models have lost a process, so no command can be executed.
+        """
         problem = "it was not tried"
         for attempt in range(_ATTEMPTS):
             body = tenant.body_of(command)
@@ -120,11 +125,13 @@ class Trainer:
             if error is None:
                 return task.result()
             if isinstance(error, RequestError | RefusedError):
-                return Outcome.failed(str(error), "user")
+                return RequestOutcome.failed(str(error), "user")
+            if isinstance(error, WorkerDiedError):
+                raise error  # another process of the service executes the command
             logger.error("%s, command %d, attempt %d", tenant.id, command.seq_id, attempt + 1, exc_info=error)
             problem = type(error).__name__
             tenant.adapter = None  # what is in memory is unknown now
-        return Outcome.failed(f"The server could not execute this request: {problem}.", "server")
+        return RequestOutcome.failed(f"The server could not execute this request: {problem}.", "server")
 
     async def _ready(self, tenant: Tenant) -> str:
         """Return the name of a model's adapter in memory, after loading it if necessary."""
@@ -178,34 +185,34 @@ class Trainer:
         await self._models.save(tenant.adapter, tenant.new_state_folder(seq_id), with_optimizer=True)
         tenant.note_state(seq_id)
 
-    async def _create(self, tenant: Tenant, command: Command, body: bytes) -> Outcome:
+    async def _create(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         await self._ready(tenant)
-        return Outcome.of_json(type="create_model", model_id=tenant.id)
+        return RequestOutcome.of_json(type="create_model", model_id=tenant.id)
 
-    async def _pass(self, tenant: Tenant, command: Command, body: bytes) -> Outcome:
+    async def _pass(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         message = await asyncio.to_thread(parsed, ForwardBackwardRequest, body)
         call = await asyncio.to_thread(read_pass, message, self._models.limits, self._config.max_request_tokens)
         adapter = await self._ready(tenant)
         tenant.has_gradients |= call.backward
         result = await self._models.run_pass(adapter, call.data, call.loss, backward=call.backward)
-        return Outcome(await asyncio.to_thread(write_output, result), is_proto=True)
+        return RequestOutcome(await asyncio.to_thread(write_output, result), is_proto=True)
 
-    async def _update(self, tenant: Tenant, command: Command, body: bytes) -> Outcome:
+    async def _update(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         params = _adam_params(read_json(body))
         metrics = await self._models.update(await self._ready(tenant), params)
         tenant.has_gradients = False
-        return Outcome.of_json(metrics=metrics)
+        return RequestOutcome.of_json(metrics=metrics)
 
-    async def _save(self, tenant: Tenant, command: Command, body: bytes) -> Outcome:
+    async def _save(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         given = read_body(SaveWeightsBody, read_json(body))
         path = self._path(tenant, "weights", given.path, command)
         if not given.overwrite:
             self._require_free(path, command)
         record = self._record(tenant, command, path, given.ttl_seconds, given.user_metadata)
         await self._write_checkpoint(tenant, record, with_optimizer=True)
-        return Outcome.of_json(type="save_weights", path=str(path))
+        return RequestOutcome.of_json(type="save_weights", path=str(path))
 
-    async def _save_external(self, tenant: Tenant, command: Command, body: bytes) -> Outcome:
+    async def _save_external(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         given = read_body(SaveExternalBody, read_json(body))
         if given.age_encryption_recipients:
             raise RequestError("age_encryption_recipients is not served. Save without encryption.")
@@ -213,20 +220,20 @@ class Trainer:
         self._require_free(path, command)
         record = self._record(tenant, command, path, given.ttl_seconds, None)
         await self._write_checkpoint(tenant, record, with_optimizer=False)
-        return Outcome.of_json(type="save_weights_external", path=str(path))
+        return RequestOutcome.of_json(type="save_weights_external", path=str(path))
 
-    async def _save_for_sampler(self, tenant: Tenant, command: Command, body: bytes) -> Outcome:
+    async def _save_for_sampler(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         given = read_body(SaveSamplerBody, read_json(body))
         if given.sampling_session_seq_id is not None:
             sampler = await self._publish(tenant, given.sampling_session_seq_id, command)
-            return Outcome.of_json(type="save_weights_for_sampler", sampling_session_id=sampler.id)
+            return RequestOutcome.of_json(type="save_weights_for_sampler", sampling_session_id=sampler.id)
         path = self._path(tenant, "sampler_weights", given.path, command)
         self._require_free(path, command)
         record = self._record(tenant, command, path, given.ttl_seconds, given.user_metadata)
         await self._write_checkpoint(tenant, record, with_optimizer=False)
-        return Outcome.of_json(type="save_weights_for_sampler", path=str(path))
+        return RequestOutcome.of_json(type="save_weights_for_sampler", path=str(path))
 
-    async def _publish(self, tenant: Tenant, number: int, command: Command) -> Sampler:
+    async def _publish(self, tenant: Tenant, number: int, command: Command) -> SamplingSession:
         """Make a sampling session with the current weights, which have no name."""
         session = self._state.session(tenant.details.owner, tenant.session_id)
         made_from = f"{tenant.id}#{command.seq_id}"
@@ -235,7 +242,9 @@ class Trainer:
             if known.model_path != made_from:
                 raise RequestError(f"The sampling session {number} exists already, with other weights.")
             return known
-        new = Sampler(sampler_id(session.id, number), number, tenant.details.base_model, made_from, has_folder=True)
+        new = SamplingSession(
+            sampler_id(session.id, number), number, tenant.details.base_model, made_from, has_folder=True
+        )
         folder, name = self._state.sampler_folder(new), self._samplers.new_name()
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +254,7 @@ class Trainer:
         await self._samplers.adopt(folder, name)
         return new
 
-    async def _load(self, tenant: Tenant, command: Command, body: bytes) -> Outcome:
+    async def _load(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         """Replace the weights of a model by those of a checkpoint, or make a new model with them."""
         given = read_body(LoadWeightsBody, read_json(body))
         record = self._state.checkpoint(tenant.details.owner, given.path)
@@ -259,7 +268,7 @@ class Trainer:
         tenant.adapter, tenant.has_gradients = name, False
         if tenant.state_seq != command.seq_id:
             await self._store_state(tenant, command.seq_id)
-        return Outcome.of_json(type="load_weights", path=given.path, model_id=tenant.id)
+        return RequestOutcome.of_json(type="load_weights", path=given.path, model_id=tenant.id)
 
     def _path(self, tenant: Tenant, kind: str, name: str | None, command: Command) -> CheckpointPath:
         return CheckpointPath(tenant.id, kind, checked_name(f"seq-{command.seq_id}" if name is None else name))

@@ -25,7 +25,7 @@ class ServiceMasterConfig(RunConfig):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Machines."""
     service: ServiceConfig = Field(default_factory=ServiceConfig)
-    """What the service listens on, keeps, and allows each user."""
+    """The address of the service, its files, and the limits of each user."""
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""Define the keys of `service`: what the training service listens on, keeps, and allows each user."""
+"""Define the keys of `service`: the address of the training service, its files, and the limits of each user."""
 
 import ipaddress
 from typing import Annotated, Self

@@ -41,7 +41,7 @@ class CheckpointPath:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What is known about a checkpoint."""
+    """Description of a checkpoint."""
 
     run: str
     """Id of the model that was saved."""

@@ -19,7 +19,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class Sampler:
+class SamplingSession:
     """Sampling session: what its requests sample from."""
 
     id: str
@@ -40,7 +40,7 @@ class Sampler:
 
 
 @dataclass(eq=False)
-class Session:
+class ClientSession:
     """Session of a client."""
 
     id: str
@@ -53,7 +53,7 @@ class Session:
     """Tags, metadata, name and project, as the client gave them."""
     retry_key: str = ""
     """Text that is equal for repeated requests to make the session."""
-    samplers: dict[int, Sampler] = field(default_factory=dict)
+    samplers: dict[int, SamplingSession] = field(default_factory=dict)
     """Sampling sessions by their number."""
     finished: dict[str, Any] | None = None
     """Reason and detail of its end, or None if it goes on."""
@@ -81,38 +81,38 @@ class SessionStore:
         }
         self._by_retry = {(each.owner, each.retry_key): each for each in self._sessions.values() if each.retry_key}
 
-    def create(self, owner: str, details: dict[str, Any], retry_key: str) -> Session:
+    def create(self, owner: str, details: dict[str, Any], retry_key: str) -> ClientSession:
         """Make a session, or return the one that an earlier request with the same retry key has made."""
         known = self._by_retry.get((owner, retry_key))
         if retry_key and known is not None:
             return known
-        session = Session(secrets.token_hex(16), owner, time.time(), details, retry_key)
+        session = ClientSession(secrets.token_hex(16), owner, time.time(), details, retry_key)
         first = {"owner": owner, "created_at": session.created_at, "details": details, "retry_key": retry_key}
         self._journal(session.id).append(first)
         self._sessions[session.id] = session
         self._by_retry[owner, retry_key] = session
         return session
 
-    def get(self, session_id: str) -> Session | None:
+    def get(self, session_id: str) -> ClientSession | None:
         """Return a session, or None if there is no such one."""
         return self._sessions.get(session_id)
 
-    def of(self, owner: str) -> list[Session]:
+    def of(self, owner: str) -> list[ClientSession]:
         """Return the sessions of a user, the newest first."""
         own = [session for session in self._sessions.values() if session.owner == owner]
         return sorted(own, key=lambda session: (session.created_at, session.id), reverse=True)
 
-    def all(self) -> list[Session]:
+    def all(self) -> list[ClientSession]:
         """Return the sessions of all users."""
         return list(self._sessions.values())
 
-    def finish(self, session: Session, reason: dict[str, Any]) -> None:
+    def finish(self, session: ClientSession, reason: dict[str, Any]) -> None:
         """Note the end of a session. Only the first reason counts."""
         if session.finished is None:
             self._journal(session.id).append({"finished": reason})
             session.finished = reason
 
-    def add_sampler(self, session: Session, sampler: Sampler) -> None:
+    def add_sampler(self, session: ClientSession, sampler: SamplingSession) -> None:
         """Note a sampling session."""
         fields = {key: getattr(sampler, key) for key in ("number", "base_model", "model_path", "has_folder")}
         self._journal(session.id).append({"sampler": fields})
@@ -127,16 +127,16 @@ def sampler_id(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
-def _read_session(path: Path) -> Session | None:
+def _read_session(path: Path) -> ClientSession | None:
     records = Journal(path).read()
     if not records or not _ID.fullmatch(path.stem):
         return None  # the process was killed before the first line was whole
     first, *others = records
-    session = Session(path.stem, first["owner"], first["created_at"], first["details"], first["retry_key"])
+    session = ClientSession(path.stem, first["owner"], first["created_at"], first["details"], first["retry_key"])
     for record in others:
         if "sampler" in record:
             number = record["sampler"]["number"]
-            session.samplers[number] = Sampler(sampler_id(session.id, number), **record["sampler"])
+            session.samplers[number] = SamplingSession(sampler_id(session.id, number), **record["sampler"])
         if "finished" in record:
             session.finished = record["finished"]
     return session

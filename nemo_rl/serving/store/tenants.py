@@ -48,7 +48,7 @@ class Command:
 
 @dataclass(frozen=True)
 class TenantDetails:
-    """What never changes about a model."""
+    """Properties of a model that never change."""
 
     id: str
     """Id, `<session>:train:<n>`."""
@@ -70,13 +70,13 @@ class Tenant:
 
     Args:
         folder: of its files.
-        details: what never changes about it.
+        details: properties that never change.
     """
 
     folder: Path
     """Folder of its files."""
     details: TenantDetails
-    """What never changes about it."""
+    """Properties that never change."""
     spec: AdapterSpec = field(init=False)
     """Form of its adapter. A load of other weights changes it."""
     commands: dict[int, Command] = field(default_factory=dict, init=False)
@@ -161,7 +161,7 @@ class Tenant:
         return path.read_bytes() if path.exists() else None
 
     def forget_result(self, seq_id: int) -> None:
-        """Remove the result of a command, for which nobody asks any more."""
+        """Remove the result of a command, for which no client asks any more."""
         self._result(seq_id).unlink(missing_ok=True)
 
     def stored_results(self) -> Iterator[tuple[int, float]]:
@@ -189,7 +189,7 @@ class Tenant:
         self._remove_superfluous()
 
     def remove_files(self) -> None:
-        """Remove the stored state and the bodies of a model that nobody continues."""
+        """Remove the stored state and the bodies of a model that is not continued."""
         for path in self.folder.glob("state-*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self._bodies.iterdir():

@@ -111,7 +111,7 @@ def file_descriptor() -> descriptor_pb2.FileDescriptorProto:
 
 
 _POOL = descriptor_pool.DescriptorPool()
-_POOL.Add(file_descriptor())  # type: ignore[no-untyped-call]
+_POOL.Add(file_descriptor())
 
 
 def _class_of(name: str) -> Any:

@@ -27,7 +27,7 @@ _EMPTY_CELL = -99999.0
 
 @dataclass(frozen=True, eq=False)
 class SampleCall:
-    """What a request asks for."""
+    """Request to sample, and to score its prompt."""
 
     prompt: list[int]
     """Tokens of the prompt."""
@@ -36,7 +36,7 @@ class SampleCall:
     seeds: list[int]
     """Seed of each sequence."""
     score: ScoreRequest | None
-    """What to compute about the prompt, or None for nothing."""
+    """Choice of scores of the prompt, or None for no scores."""
     returns_logprobs: bool
     """Whether log-probabilities of the prompt are returned."""
     top_sampled: int

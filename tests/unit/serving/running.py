@@ -24,14 +24,14 @@ def config_in(folder: Path, **keys: Any) -> ServiceConfig:
 
 
 @contextlib.contextmanager
-def service(models: FakeModels, config: ServiceConfig, tokenizer: Any = None) -> Iterator[str]:
+def service(models: FakeModels, config: ServiceConfig, tokenizer: Any = None, **more: Any) -> Iterator[str]:
     """Serve on a thread, and give the address."""
     address: list[str] = []
     started, ended = threading.Event(), threading.Event()
     failures: list[BaseException] = []
 
     async def main() -> None:
-        async with serving(models, config, NAMES, tokenizer) as url:
+        async with serving(models, config, NAMES, tokenizer, **more) as url:
             address.append(url)
             started.set()
             while not ended.is_set():

@@ -299,7 +299,7 @@ def test_a_full_queue_is_answered_with_429(tmp_path):
     with service(models, config_in(tmp_path, max_queued_mb=1)) as url:
         client = Raw(url)
         model = client.model(client.session())
-        rows = [[1] * 60 for _ in range(500)]
+        rows = [[1] * 60 for _ in range(700)]
         assert client.submit_pass(model, 2, rows)["request_id"]  # waits for the first one
         answer = client.http.post("/api/v1/forward_backward", content=pass_body(model, 3, rows))
         assert answer.status_code == 429
@@ -329,7 +329,7 @@ def test_other_addresses_need_keys():
 
 
 def test_secrets_are_private(target):
-    """Nobody but the user of the process reads the state, and keys are in no file."""
+    """Only the user of the process may read the state, and keys are in no file."""
     assert target.folder.stat().st_mode & 0o077 == 0
     for path in target.folder.rglob("*"):
         if path.is_file():

@@ -6,6 +6,8 @@ import numpy as np
 from fake_models import FakeModels
 from running import Raw, config_in, pass_message, service
 
+from nemo_rl.utils.errors import WorkerDiedError
+
 ROWS = [[1, 2, 3, 4], [5, 6, 7]]
 
 
@@ -139,3 +141,18 @@ def test_errors_of_the_server_are_tried_again_from_the_stored_state(tmp_path):
         assert failed["category"] == "server"
         models.fail_next = 0
         client.output(client.submit_pass(model, 7, ROWS)["request_id"])
+
+
+def test_a_lost_process_ends_the_service_and_keeps_the_request(tmp_path):
+    lost = []
+    models = FakeModels()
+    models.on_call = lambda what: (_ for _ in ()).throw(WorkerDiedError("rank 0")) if what == "update" else None
+    with service(models, config_in(tmp_path, poll_hold_s=0.3), on_loss=lost.append) as url:
+        client = Raw(url)
+        model = client.model(client.session())
+        client.submit_pass(model, 1, ROWS)
+        request = client.ok("optim_step", model_id=model, seq_id=2)["request_id"]
+        assert client.post("retrieve_future", request_id=request).status_code == 408
+        assert lost
+    with service(FakeModels(), config_in(tmp_path)) as url:
+        assert Raw(url).result(request)["metrics"]["grad_norm"] > 0

@@ -20,7 +20,9 @@ import pytest
 from fake_models import FakeModels
 from running import Raw, config_in, pass_body, service
 
+from nemo_rl.serving import state
 from nemo_rl.serving.store.journal import Journal
+from nemo_rl.utils.errors import ConfigError
 
 ROWS = [[1, 2, 3, 4], [5, 6, 7]]
 HERE = Path(__file__).parent
@@ -93,14 +95,14 @@ def images(tmp_path_factory):
     """The results without a kill, and the folder of the state at each moment of the run."""
     folder = tmp_path_factory.mktemp("restart")
     models, copies = FakeModels(), []
-    state = folder / "state"
+    folder_of_state = folder / "state"
 
     def copy(what: str) -> None:
         target = folder / f"image-{len(copies)}"
-        shutil.copytree(state, target)
+        shutil.copytree(folder_of_state, target)
         copies.append((what, target))
 
-    with service(models, config_in(state, state_every=2)) as url:
+    with service(models, config_in(folder_of_state, state_every=2)) as url:
         client = Raw(url)
         session = client.session()
         requests = script(f"{session}:train:0", session)
@@ -199,7 +201,7 @@ def test_a_killed_process(tmp_path):
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         rng = random.Random(0)
-        for _ in range(3):
+        for _ in range(2):
             thread.join(rng.uniform(0.1, 0.6))
             server.kill()
             server.start()
@@ -214,24 +216,27 @@ def test_a_killed_process(tmp_path):
         server.kill()
 
 
-def test_two_services_do_not_share_a_folder(tmp_path):
-    server = Killed(tmp_path / "state", 0.0)
-    try:
-        assert (tmp_path / "state").exists()
-        second = subprocess.run(
-            [sys.executable, "-c", _LOCK, str(tmp_path / "state")], capture_output=True, text=True, timeout=120
-        )
-        assert "is used by another service" in second.stderr
-    finally:
-        server.kill()
+def test_two_services_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "_LOCK_S", 0.3)
+    with subprocess.Popen(
+        [sys.executable, "-c", _LOCK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(ConfigError, match="is used by another service"):
+            state.ServiceState(tmp_path, 60.0)
+        other.communicate("end")
+    state.ServiceState(tmp_path, 60.0).release()
 
 
 _LOCK = """
 import sys
 from pathlib import Path
-from nemo_rl.serving import state
-state._LOCK_S = 0.3
-state.ServiceState(Path(sys.argv[1]), 60.0)
+from nemo_rl.files.folders import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+assert lock.acquire()
+print("locked", flush=True)
+sys.stdin.read()
 """
 
 

@@ -233,11 +233,11 @@ def test_samples_depend_on_their_request_only(running):
         samplers[number % 3].sample(types.ModelInput.from_ints([number % 30]), 1, types.SamplingParams(max_tokens=10))
         for number in range(50)
     ]
-    beside = samplers[0].sample(PROMPT, 4, params).result()
+    among = samplers[0].sample(PROMPT, 4, params).result()
     tokens = [tuple(each.tokens) for each in alone.sequences]
-    assert [tuple(each.tokens) for each in beside.sequences] == tokens
+    assert [tuple(each.tokens) for each in among.sequences] == tokens
     assert len(set(tokens)) == 4
-    ids = [each.sequence_id for result in (alone, beside) for each in result.sequences]
+    ids = [each.sequence_id for result in (alone, among) for each in result.sequences]
     assert len(set(ids)) == 8
     assert len({tuple(each.result().sequences[0].tokens) for each in others}) > 40
 
@@ -404,7 +404,8 @@ def test_the_end_of_a_session(tmp_path):
         assert sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2)).result().sequences
         assert session_id in rest.list_sessions().result().sessions
         assert rest.get_session(session_id).result().training_run_ids == [client.model_id]
-        (found,) = rest.search_sessions(session_id=session_id).result().sessions
+        wanted = types.SessionSearchRequest(session_id=session_id)
+        (found,) = rest.search_sessions(wanted).result().sessions
         assert found.status.type == "client_finished"
 
 
