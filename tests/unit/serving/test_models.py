@@ -287,6 +287,7 @@ def test_requests_that_cannot_be_served_change_nothing(models, loop, tmp_path):
             (AdamParams(learning_rate=float("nan")), "learning_rate=nan"),
             (AdamParams(beta2=1.0), "beta2=1.0 cannot be used: it has to be at least 0 and below 1"),
             (AdamParams(eps=0.0), "eps=0.0"),
+            (AdamParams(learning_rate=1e39), "would make values infinite"),
         ):
             await refused(models.update("tried", params), message)
         await refused(models.create("other", AdapterSpec(rank=0)), "rank=0")
