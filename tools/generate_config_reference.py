@@ -26,6 +26,7 @@ from nemo_rl.config.base.paths import REPOSITORY_ROOT
 from nemo_rl.config.base.structure import Slot, type_text
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
+from nemo_rl.config.runs.service import ServiceMasterConfig
 
 DEFAULT_FOLDER = REPOSITORY_ROOT / "docs" / "reference"
 INDEX = "configuration.md"
@@ -116,6 +117,7 @@ _PAGES = (
     _Page("supervised", "SFT, DPO and reward models", (), ("sft", "dpo", "rm")),
     _Page("distillation", "Distillation", (), ("distillation",)),
     _Page("eval", "Evaluation", (), ("eval",)),
+    _Page("service", "The training service", (), ("serve",)),
 )
 
 
@@ -131,6 +133,8 @@ class _Block:
     @property
     def heading(self) -> str:
         """The heading of its table."""
+        if self.script == "serve":
+            return f"{self.path} (nemo_rl serve)"
         return f"{self.path} (run_{self.script}.py)" if self.script else self.path
 
     @property
@@ -185,7 +189,7 @@ def _entry(block: _Block, before: Counter[str]) -> str:
 def _other_blocks(shown: set[tuple[str, type[BaseModel]]]) -> list[_Block]:
     """Return the sections that only the other algorithms have."""
     found = []
-    for script, schema in ALGORITHMS.items():
+    for script, schema in {**ALGORITHMS, "serve": ServiceMasterConfig}.items():
         for block in _blocks(schema, ""):
             if block.path and (block.path, block.section) not in shown and not _repeats_policy(block, shown):
                 shown.add((block.path, block.section))

@@ -73,7 +73,7 @@ def serve(
     """
     from nemo_rl.data.tokenizer import get_tokenizer
     from nemo_rl.host.boundary import in_background
-    from nemo_rl.serving.server import serving
+    from nemo_rl.serving.http.server import serving
     from nemo_rl.utils.errors import WorkerDiedError
 
     tokenizer = get_tokenizer(config.policy.tokenizer)

@@ -12,7 +12,7 @@ import numpy as np
 from fake_models import FakeModels
 
 from nemo_rl.config.schema.service import ServiceConfig
-from nemo_rl.serving.server import serving
+from nemo_rl.serving.http.server import serving
 from nemo_rl.serving.wire.messages import ForwardBackwardOutput, ForwardBackwardRequest, SampleResponse
 
 NAMES = ["tiny", "Qwen/Tiny"]

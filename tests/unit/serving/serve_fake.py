@@ -6,7 +6,7 @@ import sys
 from fake_models import FakeModels
 
 from nemo_rl.config.schema.service import ServiceConfig
-from nemo_rl.serving.server import serving
+from nemo_rl.serving.http.server import serving
 
 
 async def main(port: int, folder: str, delay_s: float) -> None:

@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from nemo_rl.serving.interfaces import RequestError
 from nemo_rl.serving.limits import RefusedError
-from nemo_rl.serving.requests import error_response
-from nemo_rl.serving.routes import TrainingRoutes
+from nemo_rl.serving.http.requests import error_response
+from nemo_rl.serving.http.routes import TrainingRoutes
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.checkpoints import KINDS, CheckpointPath, CheckpointRecord, checked_name
 from nemo_rl.serving.store.sessions import ClientSession

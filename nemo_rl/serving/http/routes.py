@@ -16,7 +16,7 @@ from nemo_rl.host.guarded_http import ConnectionGuard
 from nemo_rl.serving.interfaces import RequestError
 from nemo_rl.serving.limits import RefusedError
 from nemo_rl.serving.promises import Promise
-from nemo_rl.serving.requests import (
+from nemo_rl.serving.http.requests import (
     canonical_json,
     error_response,
     outcome_response,
