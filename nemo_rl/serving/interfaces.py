@@ -1,6 +1,6 @@
 """Define what the training service asks of its models: adapters on one base model, their updates and their samples.
 
-The server (`serving.routes` and the files that it uses) orders the requests of its clients and calls `AdapterModels`.
+The server (`serving.service`) orders the requests of its clients and calls `AdapterModels`.
 `serving.models` implements it with policy ranks and generation engines.
 
 Invariant: the result of a call depends on its arguments and on the earlier calls for the same adapter only. Other

@@ -23,9 +23,9 @@ from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.host.guarded_http import ConnectionGuard
 from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
 from nemo_rl.models.generation.responses import sampled_text
+from nemo_rl.serving.http.requests import read_raw, user_of
 from nemo_rl.serving.interfaces import RequestError
 from nemo_rl.serving.limits import RefusedError
-from nemo_rl.serving.http.requests import read_raw, user_of
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.keys import KeyBook
 from nemo_rl.serving.wire.bodies import read_json

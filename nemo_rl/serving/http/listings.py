@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from nemo_rl.serving.interfaces import RequestError
-from nemo_rl.serving.limits import RefusedError
 from nemo_rl.serving.http.requests import error_response
 from nemo_rl.serving.http.routes import TrainingRoutes
+from nemo_rl.serving.interfaces import RequestError
+from nemo_rl.serving.limits import RefusedError
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.checkpoints import KINDS, CheckpointPath, CheckpointRecord, checked_name
 from nemo_rl.serving.store.sessions import ClientSession

@@ -13,9 +13,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nemo_rl.host.guarded_http import ConnectionGuard
-from nemo_rl.serving.interfaces import RequestError
-from nemo_rl.serving.limits import RefusedError
-from nemo_rl.serving.promises import Promise
 from nemo_rl.serving.http.requests import (
     canonical_json,
     error_response,
@@ -23,6 +20,9 @@ from nemo_rl.serving.http.requests import (
     read_raw,
     user_of,
 )
+from nemo_rl.serving.interfaces import RequestError
+from nemo_rl.serving.limits import RefusedError
+from nemo_rl.serving.promises import Promise
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.keys import KeyBook
 from nemo_rl.serving.wire.bodies import (

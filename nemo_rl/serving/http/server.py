@@ -21,10 +21,10 @@ from nemo_rl.config.schema.service import ServiceConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.host.guarded_http import ConnectionGuard
 from nemo_rl.serving.http.completions import CompletionRoutes
-from nemo_rl.serving.interfaces import AdapterModels
 from nemo_rl.serving.http.listings import ListingRoutes
 from nemo_rl.serving.http.requests import error_response
 from nemo_rl.serving.http.routes import TrainingRoutes
+from nemo_rl.serving.interfaces import AdapterModels
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.keys import KeyBook
 from nemo_rl.utils.addresses import http_address, listener_of
