@@ -153,9 +153,10 @@ class UnusedOptimizerConfig(MegatronOptimizerConfig):
 class ScoringMegatronConfig(MegatronConfig):
     """Megatron Core without training."""
 
-    idle: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("optimizer", "scheduler", "distributed_data_parallel_config"), _NOT_TRAINED
-    )
+    idle: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("optimizer", "scheduler", "distributed_data_parallel_config"), _NOT_TRAINED),
+        "zero_train_gen_mismatch": "the reward model samples no answers",
+    }
 
     optimizer: UnusedOptimizerConfig = Field(default_factory=UnusedOptimizerConfig)
     """Not used, because the reward model is not trained here."""
