@@ -31,7 +31,7 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.host.row_invariance import compute_rows_alike
 from nemo_rl.models.attention.registered import VARLEN_ATTENTION, varlen_attention
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.generation.registry import ENGINES, engine_kind, make_engine
+from nemo_rl.models.generation.registry import engine_kind, make_engine
 
 TEXT = "The sum of 17 and 25 is 42, because 7 and 5 are 12, which leaves one to carry. " * 2
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -226,18 +226,39 @@ def compared(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     )
 
 
+def pairs(layer: str, trainer: Recorded, engine: Recorded) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the operations of a layer that both sides have, with their outputs."""
+    for operation in OPERATIONS:
+        ours, theirs = trainer.find(layer, operation), engine.find(layer, operation)
+        if ours is not None and theirs is not None and ours.shape[1] == theirs.shape[1]:
+            yield operation, ours, theirs
+
+
+def require_pairs(layers: Sequence[str], trainer: Recorded, engine: Recorded) -> None:
+    """Check that each layer's output and an operation in it can be compared.
+
+    Raises:
+        SystemExit: they cannot, because the engine's modules have other names.
+    """
+    for layer in layers:
+        names = [operation for operation, _, _ in pairs(layer, trainer, engine)]
+        if "" not in names or len(names) < 2:
+            raise SystemExit(
+                f"Of {layer}, only {len(names)} operations have the same names in engine and trainer, so the layers "
+                "cannot be compared. The program knows the names of transformers (hf) and of vLLM."
+            )
+
+
 def table(layers: Sequence[str], trainer: Recorded, engine: Recorded) -> Iterator[str]:
     """Yield lines with the numbers of each operation in the first and the last layer."""
     yield "| operation | equal bits: first layer | last layer | largest difference: first layer | last layer |"
     yield "|---|---|---|---|---|"
+    found = [
+        {operation: compared(ours, theirs) for operation, ours, theirs in pairs(layer, trainer, engine)}
+        for layer in (layers[0], layers[-1])
+    ]
     for operation in OPERATIONS:
-        cells = []
-        for layer in (layers[0], layers[-1]):
-            ours, theirs = trainer.find(layer, operation), engine.find(layer, operation)
-            if ours is None or theirs is None or ours.shape[1] != theirs.shape[1]:
-                cells.append(None)
-            else:
-                cells.append(compared(ours, theirs))
+        cells = [numbers.get(operation) for numbers in found]
         if any(cells):
             equal = " | ".join("-" if cell is None else f"{cell[0]:.1%}" for cell in cells)
             largest = " | ".join("-" if cell is None else f"{cell[1]:.1e}" for cell in cells)
@@ -247,12 +268,10 @@ def table(layers: Sequence[str], trainer: Recorded, engine: Recorded) -> Iterato
 def first_difference(layers: Sequence[str], trainer: Recorded, engine: Recorded) -> str:
     """Return the name of the first operation whose output has other bits."""
     for layer in layers:
-        for operation in OPERATIONS:
-            ours, theirs = trainer.find(layer, operation), engine.find(layer, operation)
-            if ours is not None and theirs is not None and ours.shape[1] == theirs.shape[1]:
-                equal, largest = compared(ours, theirs)
-                if equal < 1:
-                    return f"first difference: {layer}, {operation or 'its output'} ({largest:.1e}, {equal:.1%} equal)"
+        for operation, ours, theirs in pairs(layer, trainer, engine):
+            equal, largest = compared(ours, theirs)
+            if equal < 1:
+                return f"first difference: {layer}, {operation or 'its output'} ({largest:.1e}, {equal:.1%} equal)"
     return "no difference"
 
 
@@ -260,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a model and its tokenizer")
-    parser.add_argument("--engine", default="vllm", choices=[name for name in ENGINES if name != "sglang"])
+    parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"))
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--zero-mismatch", action="store_true", help="compute rows alike on both sides, with hf")
     given = parser.parse_args(arguments)
@@ -275,6 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         zero_mismatch=given.zero_mismatch,
     )
     own, with_inputs = engine_passes(settings, token_ids, trainer)
+    require_pairs(layers, trainer, own)
     lines = [f"{given.engine} and the trainer, {given.precision}, {len(token_ids)} tokens, {len(layers)} layers", ""]
     lines += [*table(layers, trainer, own), "", first_difference(layers, trainer, own), ""]
     lines += ["with the trainer's inputs:", "", *table(layers, trainer, with_inputs)]
