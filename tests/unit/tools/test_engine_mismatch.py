@@ -43,3 +43,10 @@ def test_the_engine_without_mismatch_has_no_difference() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "no difference" in done.stdout
     assert done.stdout.count("| mlp.down_proj | 100.0% | 100.0% | 0.0e+00 | 0.0e+00 |") == 2
+
+
+def test_layers_with_other_names_are_refused(tool: ModuleType) -> None:
+    ours = tool.Recorded({"a.0": [torch.zeros(3, 2)], "a.0.mlp.down_proj": [torch.zeros(3, 2)]})
+    theirs = tool.Recorded({"a.0": [torch.zeros(3, 2)], "a.0.mlp.linear_fc2": [torch.zeros(3, 2)]})
+    with pytest.raises(SystemExit, match="Of a.0, only 1 operations have the same names"):
+        tool.require_pairs(["a.0"], ours, theirs)
