@@ -14,12 +14,14 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.schema.service import ServiceConfig
 from nemo_rl.serving.interfaces import AdamParams, AdapterModels, AdapterSpec, RequestError
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import RequestOutcome
+from nemo_rl.serving.run_log import RunLog
 from nemo_rl.serving.samplers import SamplerPool
 from nemo_rl.serving.state import ServiceState
 from nemo_rl.serving.store.checkpoints import CheckpointPath, CheckpointRecord, checked_name
@@ -61,6 +63,8 @@ class CommandRunner:
         self._samplers = samplers
         self._limits = limits
         self._config: ServiceConfig = limits.config
+        folder = self._config.log_dir
+        self._log = RunLog(None if folder is None else Path(folder))
         self._numbers = itertools.count(1)
         self._kinds: Mapping[str, Callable[[Tenant, Command, bytes], Awaitable[RequestOutcome]]] = {
             "create_model": self._create,
@@ -148,6 +152,7 @@ class CommandRunner:
         else:
             await self._models.load(name, folder, with_optimizer=True)
         tenant.has_gradients, tenant.steps_since_state = False, 0
+        self._log.forget_passes(tenant)
         for command in tenant.replay():
             await self._repeat(name, tenant, command)
             tenant.steps_since_state += command.kind == "optim_step"
@@ -159,9 +164,11 @@ class CommandRunner:
         body = tenant.body_of(command)
         if command.kind == "optim_step":
             await self._models.update(adapter, _adam_params(read_json(body)))
+            self._log.forget_passes(tenant)
         else:
             call = read_pass(parsed(ForwardBackwardRequest, body), self._models.limits, self._config.max_request_tokens)
-            await self._models.run_pass(adapter, call.data, call.loss, backward=True)
+            result = await self._models.run_pass(adapter, call.data, call.loss, backward=True)
+            self._log.add_pass(tenant, call.data, result)
         tenant.has_gradients = command.kind != "optim_step"
 
     async def _make_room(self, tenant: Tenant) -> None:
@@ -195,12 +202,15 @@ class CommandRunner:
         adapter = await self._ready(tenant)
         tenant.has_gradients |= call.backward
         result = await self._models.run_pass(adapter, call.data, call.loss, backward=call.backward)
+        if call.backward:
+            self._log.add_pass(tenant, call.data, result)
         return RequestOutcome(await asyncio.to_thread(write_output, result), is_proto=True)
 
     async def _update(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         params = _adam_params(read_json(body))
         metrics = await self._models.update(await self._ready(tenant), params)
         tenant.has_gradients = False
+        self._log.write_update(tenant, {**metrics, "lr": params.learning_rate})
         return RequestOutcome.of_json(metrics=metrics)
 
     async def _save(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:

@@ -24,6 +24,8 @@ class ServiceConfig(Section):
     """File with a line `tml-... NAME` for each user; null: every key that begins with tml- is a user of its own."""
     state_dir: str = "results/service"
     """Folder for sessions, models and checkpoints. A service that is started again on it continues."""
+    log_dir: str | None = "logs/service"
+    """Folder with the metrics of each model, a run for `nemo_rl report` and `nemo_rl watch`; null: none are written."""
     model_aliases: list[str] = Field(default_factory=list)
     """Further names under which clients may ask for the model, for example Qwen/Qwen3-8B."""
     tokenizer_id: str | None = None

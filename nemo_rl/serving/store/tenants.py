@@ -111,6 +111,14 @@ class Tenant:
         return self.id.split(":")[0]
 
     @property
+    def num_updates(self) -> int:
+        """Number of updates whose results are stored."""
+        return sum(
+            command.kind == "optim_step" and command.is_done and not command.has_failed
+            for command in self.commands.values()
+        )
+
+    @property
     def queued_bytes(self) -> int:
         """Size of the bodies of commands without results."""
         return sum(command.num_bytes for command in self._waiting.values())

@@ -20,7 +20,7 @@ KEY = "tml-test"
 
 
 def config_in(folder: Path, **keys: Any) -> ServiceConfig:
-    return ServiceConfig.build(state_dir=str(folder), port=0, **keys)
+    return ServiceConfig.build(**{"state_dir": str(folder), "port": 0, "log_dir": None} | keys)
 
 
 @contextlib.contextmanager

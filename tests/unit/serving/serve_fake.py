@@ -10,7 +10,7 @@ from nemo_rl.serving.http.server import serving
 
 
 async def main(port: int, folder: str, delay_s: float) -> None:
-    config = ServiceConfig.build(state_dir=folder, port=port, state_every=3)
+    config = ServiceConfig.build(state_dir=folder, port=port, state_every=3, log_dir=None)
     async with serving(FakeModels(delay_s=delay_s), config, ["tiny"]) as address:
         print(f"Serving on {address}", flush=True)
         await asyncio.Event().wait()

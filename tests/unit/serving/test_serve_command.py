@@ -38,7 +38,7 @@ def test_the_shipped_file_is_one_of_the_service():
 
 def test_it_serves_until_a_signal(tmp_path):
     path = os.pathsep.join([str(HERE), str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH", "")])
-    overrides = ["service.port=0", f"service.state_dir={tmp_path / 'state'}"]
+    overrides = ["service.port=0", f"service.state_dir={tmp_path / 'state'}", "service.log_dir=null"]
     command = [sys.executable, "-c", PROGRAM, str(CONFIG), *overrides]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
     assert process.stdout is not None
