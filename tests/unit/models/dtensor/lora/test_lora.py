@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.config import LoraConfig
+from nemo_rl.models.adapters.lora_linear import SECTION, LoraLinear, adapted_modules, apply_lora
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.lora import SECTION, LoraLinear, adapted_modules, apply_lora
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.low_rank import adapters_off, select_modules
