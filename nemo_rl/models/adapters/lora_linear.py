@@ -1,8 +1,8 @@
 """Compute a model with one LoRA adapter (Hu et al. 2021, arXiv:2106.09685) that is trained.
 
 The trainer adds the layers before its model is sharded. An engine adds the same layers if a weight sync sends adapters
-(`policy.generation.lora_refit_mode=adapter`). Invariants: parameters keep their names, and the names and shapes of A and
-B are equal in the trainer and in engines.
+(`policy.generation.lora_refit_mode=adapter`). Invariants: parameters keep their names. Names and shapes of A and B are
+equal in the trainer and in engines.
 
 FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, and A
 `[dim, in]` by the weight's columns. A rank therefore merges its own part, and only the small A is gathered.
