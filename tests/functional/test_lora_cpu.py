@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from example_runs import StartExample, finished, killed_and_resumed
+from example_runs import Metrics, StartExample, finished, killed_and_resumed, read_metrics
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -34,6 +34,31 @@ def test_grpo_with_lora_learns(start_example: StartExample, tmp_path) -> None:
     merged, handed_on = (AutoModelForCausalLM.from_pretrained(weights / f) for f in ("model", "model/consolidated"))
     assert all(torch.equal(merged.get_parameter(name), tensor) for name, tensor in handed_on.named_parameters())
     assert json.loads((weights / "adapter/adapter_config.json").read_text())["r"] == 16
+
+
+REFITTED = (
+    *("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=16"),
+    *("policy.optimizer.kwargs.lr=1e-3", "policy.generation.backend=hf", "checkpointing.enabled=false"),
+    *("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.val_period=2"),
+)
+
+
+def test_adapters_alone_train_like_merged_weights(start_example: StartExample, tmp_path) -> None:
+    """The second step and the validation after it are sampled with adapters that have changed."""
+    runs: dict[str, Metrics] = {}
+    megabytes: dict[str, float] = {}
+    for mode in ("merged", "adapter"):
+        run = start_example("run_grpo.py", CONFIG, *REFITTED, f"policy.generation.lora_refit_mode={mode}", logs=mode)
+        assert run.finish() == 0, run.log()[-3000:]
+        runs[mode] = read_metrics(run.log_dir)
+        megabytes[mode] = runs[mode]["refit", 2, "sync_mb"]
+    merged, adapter = runs["merged"], runs["adapter"]
+    for step in (1, 2):
+        for name in ("reward", "loss", "grad_norm", "mean_gen_tokens_per_sample"):
+            assert adapter["train", step, name] == pytest.approx(merged["train", step, name], rel=1e-3), name
+        assert adapter["train", step, "token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+    assert adapter["validation", 2, "accuracy"] == pytest.approx(merged["validation", 2, "accuracy"], abs=0.02)
+    assert megabytes["adapter"] < megabytes["merged"] / 5
 
 
 @pytest.mark.long
