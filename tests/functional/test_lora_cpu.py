@@ -61,6 +61,36 @@ def test_adapters_alone_train_like_merged_weights(start_example: StartExample, t
     assert megabytes["adapter"] < megabytes["merged"] / 5
 
 
+ADAPTER_ONLY = ("policy.generation.lora_refit_mode=adapter", "policy.generation.backend=hf")
+
+
 @pytest.mark.long
-def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
-    killed_and_resumed(start_example, "run_grpo.py", CONFIG, (*LORA, "grpo.max_num_steps=8"), tmp_path, steps=8)
+@pytest.mark.parametrize("engines", [(), ADAPTER_ONLY], ids=["merged", "adapter"])
+def test_a_killed_run_resumes_bit_for_bit(engines: tuple[str, ...], start_example: StartExample, tmp_path) -> None:
+    overrides = (*LORA, *engines, "grpo.max_num_steps=8")
+    killed_and_resumed(start_example, "run_grpo.py", CONFIG, overrides, tmp_path, steps=8)
+
+
+@pytest.mark.long
+def test_adapters_alone_reach_engines_of_their_own_ahead_and_after_a_death(start_example: StartExample) -> None:
+    """Two ranks train, and two engines sample ahead. Running answers go on with the new adapter, and an engine dies."""
+    run = start_example(
+        "run_grpo.py",
+        CONFIG,
+        *(*REFITTED, *ADAPTER_ONLY, "grpo.max_num_steps=6", "cluster.ranks_per_node=2"),
+        *("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.ranks_per_node=2"),
+        *("policy.generation.weight_sync.transport=collective", "grpo.overlap.mode=ahead"),
+        "grpo.overlap.in_flight_weight_updates=true",
+    )
+    run.wait_for("step 2/6")
+    run.kill("ray::hf_engine", "ray::GenerationWorker")
+    assert run.finish() == 0, run.log()[-3000:]
+    assert "restarting it" in run.log()
+    metrics = read_metrics(run.log_dir)
+    steps = range(1, 7)
+    names = [("train", step, "token_mult_prob_error") for step in steps]  # missing if all tokens are of older weights
+    errors = [metrics[name] for name in names if name in metrics]
+    assert errors and max(errors) < 1.01, errors
+    assert all(metrics["train", step, "grad_norm"] > 0 for step in steps)
+    assert {metrics["refit", step, "sync_mb"] for step in steps} == {metrics["refit", 1, "sync_mb"]}
+    assert metrics["train", 6, "reward"] > metrics["train", 1, "reward"]
