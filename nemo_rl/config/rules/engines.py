@@ -231,7 +231,7 @@ def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Finding
             f"policy.generation.engine.precision={engine.precision}. Set the latter to auto."
         )
     for key in policy.adapter_keys:
-        yield f"{_ZERO}: engines get merged adapters, which round otherwise. Set policy.{key}.enabled=false."
+        yield f"{_ZERO}: engines round otherwise with adapters. Set policy.{key}.enabled=false."
     if policy.is_vlm:
         yield f"{_ZERO} is for rows of text, and policy.is_vlm=true. Set it to false."
     if policy.dtensor_cfg.enabled and policy.dtensor_cfg.compile_layers:
@@ -239,6 +239,33 @@ def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Finding
     names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
     sizes = {f"policy.generation.engine.{name}": getattr(engine, name) for name in names}
     yield from _check_division(_ZERO, _sizes("policy", policy) | sizes)
+
+
+def check_lora_refit(policy: PolicyConfig) -> Findings:
+    """Refuse settings with which engines cannot compute with adapters that are sent alone."""
+    if not policy.sends_adapters or policy.generation is None:
+        return
+    generation, key = policy.generation, "policy.generation.lora_refit_mode"
+    what, otherwise = f"{key}=adapter", f"or set {key}=merged"
+    if "megatron_cfg.peft" in policy.adapter_keys:
+        yield (
+            f"{what} sends adapters of policy.dtensor_cfg.lora_cfg, and the policy's are those of policy.megatron_cfg."
+            f"peft. Train with policy.dtensor_cfg, {otherwise}."
+        )
+    elif not policy.dtensor_cfg.lora_cfg.enabled:
+        yield f"{what} needs adapters that are trained. Set policy.dtensor_cfg.lora_cfg.enabled=true, {otherwise}."
+    if generation.backend != "hf":
+        yield (
+            f"{what} needs an engine that computes base and adapter, and policy.generation.backend="
+            f"{generation.backend} gets merged weights only. Set policy.generation.backend=hf, {otherwise}."
+        )
+    if generation.engine.precision == "fp8":
+        yield (
+            f"{what} sends no weights that could be converted, and policy.generation.engine.precision=fp8. Set it to "
+            f"auto, {otherwise}."
+        )
+    if policy.is_vlm:
+        yield f"{what} is for rows of text, and policy.is_vlm=true. Set it to false, {otherwise}."
 
 
 def _sizes(section: str, model: PolicyConfig) -> dict[str, int | None]:

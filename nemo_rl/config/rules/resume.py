@@ -53,6 +53,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "policy.generation.vllm_cfg",
         "policy.generation.vllm_kwargs",
         "policy.generation.weight_sync",
+        "policy.generation.lora_refit_mode",
     ),
     "layout of passes and memory": (
         "policy.train_micro_batch_size",

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from nemo_rl.config.base.names import PASS_K, REVIEW_METRICS, VALIDATION_METRICS, VERSION_METRICS
 from nemo_rl.config.rules.broken_rules import Findings, nearest_divisors, nearest_multiples
-from nemo_rl.config.rules.engines import check_device, check_engines, check_zero_mismatch
+from nemo_rl.config.rules.engines import check_device, check_engines, check_lora_refit, check_zero_mismatch
 from nemo_rl.config.rules.megatron import check_engine_formats, check_fp8_training, check_offloading
 from nemo_rl.config.rules.models import check_backend, check_one_layout, check_trainable
 from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
@@ -404,6 +404,7 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     yield from check_backend("policy", policy)
     yield from check_trainable(policy)
     yield from check_zero_mismatch(policy, cluster)
+    yield from check_lora_refit(policy)
     yield from check_device(policy, cluster)
     generation = policy.generation
     if policy.reward_model_cfg.enabled:

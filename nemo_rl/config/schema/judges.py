@@ -29,7 +29,7 @@ from nemo_rl.utils.errors import ConfigError
 
 _OF_THE_JUDGE = {"temperature": "temperature", "max_new_tokens": "max_tokens"}
 _WITHOUT_MEANING = frozenset(
-    ("colocated", "weight_sync", "num_engines_file", "val_temperature", "val_top_p", "val_top_k")
+    ("colocated", "weight_sync", "lora_refit_mode", "num_engines_file", "val_temperature", "val_top_p", "val_top_k")
 )
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.distributed.parallel_logprobs.head import HeadUpdate
 from nemo_rl.models.adapters.tensors import AdapterTensors, LowRankPair, linear
 from nemo_rl.models.huggingface.layers import parts_without_text, score_head
 from nemo_rl.models.huggingface.mixers import is_used_by_weight
@@ -42,6 +43,13 @@ class SlotLinear(nn.Module):
         """Map `[..., in]` to `[..., out]`."""
         out = linear(x, self.weight, self.bias)
         return out if self.pair is None else out + self.pair.product(x)
+
+
+def head_update(head: nn.Module, hidden_KD: Tensor) -> HeadUpdate | None:
+    """Return the update of the output head by the adapter in use, or None without one."""
+    if not isinstance(head, SlotLinear) or head.pair is None:
+        return None
+    return HeadUpdate(head.pair.inner(hidden_KD), head.pair.b.to(hidden_KD.dtype))
 
 
 class AdapterSlots:

@@ -32,6 +32,7 @@ from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.accepted_rows import require_parameters
+from nemo_rl.models.adapters.lora_linear import SECTION, LoraLinear, adapted_modules
 from nemo_rl.models.attention.flash_attn import use_flash_attention
 from nemo_rl.models.attention.registered import VARLEN_ATTENTION
 from nemo_rl.models.draft.head import load_draft, prepared_draft
@@ -43,7 +44,7 @@ from nemo_rl.models.dtensor.checkpoints import training_state
 from nemo_rl.models.dtensor.checkpoints.held_weights import Results, held_weights
 from nemo_rl.models.dtensor.checkpoints.lazy_weights import materialize
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
-from nemo_rl.models.dtensor.lora import SECTION, LoraLinear, adapted_modules, check_adapters_moved, merged_by_name
+from nemo_rl.models.dtensor.lora import check_adapters_moved, held_adapters, merged_by_name
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import (
     build_optimizer,
@@ -398,6 +399,11 @@ class DTensorBackend(TorchBackend):
         own = held_weights(hf, value, dtype, self._results)
         drafts = () if self._draft is None else self._draft.held_weights(dtype, self.device)
         return ReadableWeights(chain(own, drafts), self.device, finish)
+
+    def held_adapters(self, dtype: torch.dtype) -> HeldWeights:
+        """Return the blocks of this rank of the adapters (`PolicyBackend.held_adapters`)."""
+        reshard(self.model)
+        return ReadableWeights(held_adapters(self.model.hf, dtype, self.device), self.device)
 
     def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return a weight on this rank's device, in the receiver's dtype."""

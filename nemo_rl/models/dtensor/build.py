@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import LogitTransform
+from nemo_rl.models.adapters.lora_linear import apply_lora
 from nemo_rl.models.adapters.slots import put_slots
 from nemo_rl.models.dtensor.attention import attention_to_load, can_share_prompts, choose_attention, set_attention
 from nemo_rl.models.dtensor.checkpoints.lazy_weights import LazyWeights, weights_left_in_files
@@ -23,7 +24,6 @@ from nemo_rl.models.dtensor.heads import (
     build_causal_lm,
     require_scoring_head,
 )
-from nemo_rl.models.dtensor.lora import apply_lora
 from nemo_rl.models.dtensor.pipeline.stages import try_division
 from nemo_rl.models.dtensor.pipeline.stand_ins import set_outputs_of_layers
 from nemo_rl.models.huggingface.layers import freeze_parts, hidden_states

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.parallel_logprobs import (
-    HeadUpdate,
     LogitTransform,
     SamplingDensity,
     TopK,
@@ -39,7 +38,7 @@ from nemo_rl.distributed.parallel_logprobs import (
 from nemo_rl.distributed.parallel_logprobs.head import OutputHead
 from nemo_rl.distributed.ranks.collectives import reduce_gradient
 from nemo_rl.distributed.ranks.placements import held_here
-from nemo_rl.models.adapters.slots import SlotLinear
+from nemo_rl.models.adapters.slots import head_update
 from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.huggingface.layers import hidden_states
@@ -181,8 +180,7 @@ class CausalLMWithLogprobs(ShardableModel):
         if self.draft is not None:
             self.draft.learn(hidden_KD, OutputHead(weight_VD, bias_V, self.transform, self.tp_group))
         how: dict[str, Any] = {"transform": self.transform, "group": self.tp_group, "chunk_size": self.chunk_size}
-        if isinstance(head, SlotLinear) and head.pair is not None:
-            how["update"] = HeadUpdate(head.pair.inner(hidden_KD), head.pair.b.to(hidden_KD.dtype))
+        how["update"] = head_update(head, hidden_KD)
         if top_k is not None:
             return topk_logits(hidden_KD, weight_VD, top_k, bias_V=bias_V, **how)
         return token_logprobs(hidden_KD, weight_VD, targets_K, density=density, bias_V=bias_V, **how)

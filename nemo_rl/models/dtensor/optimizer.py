@@ -38,6 +38,8 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base
 
 _IMPLEMENTATION = ("foreach", "fused")
 """Arguments that change only the speed of a torch optimizer, not its result."""
+_FUSED_FOR_DTENSORS = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers whose fused implementation accepts sharded parameters."""
 
 _REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 """Errors by which classes refuse their arguments."""
@@ -104,7 +106,7 @@ def one_tensor_at_a_time(config: OptimizerConfig, section: str = "policy") -> Op
 def _with_implementation(cls: Any, kwargs: Mapping[str, Any], trainable: list[nn.Parameter]) -> dict[str, Any]:
     """Return arguments that choose the fused implementation, if the class has one and they choose none."""
     chosen = kwargs.keys() & {*_IMPLEMENTATION}
-    fuses = not chosen and "fused" in inspect.signature(cls).parameters and _may_fuse(trainable)
+    fuses = not chosen and "fused" in inspect.signature(cls).parameters and _may_fuse(cls, trainable)
     return {**kwargs, "fused": True} if fuses else dict(kwargs)
 
 
@@ -301,7 +303,12 @@ def optimizer_settings(config: PolicyConfig) -> OptimizerSettings:
     return config.model_dump(mode="json", include={"optimizer", "scheduler"})
 
 
-def _may_fuse(parameters: Sequence[nn.Parameter]) -> bool:
+def _may_fuse(cls: Any, parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether torch has a fused implementation for these parameters. For DTensors, only that of Adam exists."""
+    from torch.distributed.tensor import DTensor  # slow to import, and not needed by `check_optimizer`
+
+    if any(isinstance(parameter, DTensor) for parameter in parameters) and cls not in _FUSED_FOR_DTENSORS:
+        return False
     return all(parameter.is_cuda or parameter.is_cpu for parameter in parameters)
 
 

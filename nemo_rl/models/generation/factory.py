@@ -80,6 +80,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         draft=shape_of(policy) if policy.draft.enabled else None,
         media_tokens=sampled_never(policy),
         zero_mismatch=policy.zero_mismatch,
+        lora=policy.dtensor_cfg.lora_cfg if policy.sends_adapters else None,
         trains_mtp=proposes_by_trained_layers(policy),
     )
 

@@ -25,7 +25,8 @@ from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has
 from nemo_rl.files.trusted_code import may_run
 from nemo_rl.host.row_invariance import rows_are_alike
 from nemo_rl.models.accepted_rows import require_parameters
-from nemo_rl.models.adapters.slots import AdapterSlots, put_slots
+from nemo_rl.models.adapters.lora_linear import adapter_parameters, apply_lora
+from nemo_rl.models.adapters.slots import AdapterSlots, head_update, put_slots
 from nemo_rl.models.adapters.tensors import AdapterTensors
 from nemo_rl.models.attention.kernels import CachedPass
 from nemo_rl.models.attention.registered import register_varlen_attention
@@ -137,6 +138,10 @@ class HfWeights:
         self._model = model.to(self._device).eval()
         require_finite(dict(model.named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
         self._slots = put_slots(model) if settings.holds_adapters else AdapterSlots({})
+        if settings.lora is not None:
+            apply_lora(model, settings.lora, settings.seed)
+        self._synced = frozenset(adapter_parameters(model))
+        """Names of the parameters that a sync sends. Empty if it sends all."""
         self._adapters: dict[str, AdapterTensors] = {}
         self._received: set[str] = set()
         self._held: dict[str, torch.Tensor] = {}
@@ -171,7 +176,7 @@ class HfWeights:
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Load some of the new tensors. Those that are converted together are kept until all have arrived."""
-        if converts(self._model):
+        if converts(self._model) and not self._synced:
             self._held |= {name: tensor.clone() for name, tensor in tensors}
         else:
             self._copy(tensors)
@@ -188,7 +193,7 @@ class HfWeights:
     def put_in_force(self) -> list[str]:
         """Complete the loaded weights, where tied parameters count once (`RowsEngine.put_in_force`)."""
         self._copy(in_memory(self._model, list(self._held), self._held.pop))
-        expected = {name for name, _ in self._model.named_parameters()}
+        expected = self._synced or {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)
 
     @torch.inference_mode()
@@ -307,7 +312,7 @@ class ContinuousHfEngine(HfWeights, ContinuousEngine):
 
     def _logits(self, step: CachedPass) -> Tensor:
         row = {"input_ids": step.token_ids[None], "position_ids": step.positions[None], "cached_pass": step}
-        return last_logits(self._model, row, step.last, self._transform)
+        return last_logits(self._model, row, step.last, self._transform, head_update)
 
     @override
     def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_rl.compat.public_names import public_names
+from nemo_rl.config import LoraConfig
 from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.draft.shape import DraftShape
@@ -271,6 +272,8 @@ class EngineSettings:
     """Whether log-probabilities must have the trainer's bits (`host.row_invariance`)."""
     holds_adapters: bool = False
     """Whether requests may name adapters. The engine then has methods `add_adapter` and `drop_adapter`."""
+    lora: LoraConfig | None = None
+    """Layers and shape of the adapter that every sync sends in place of all weights. None if all weights are sent."""
     trains_mtp: bool = False
     """Whether the policy's own multi-token-prediction layers propose tokens. Every sync sends these layers."""
 

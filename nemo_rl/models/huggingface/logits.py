@@ -9,7 +9,7 @@ model's own forward rounds scales and caps to the number format of its weights.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.parallel_logprobs import LogitTransform
-from nemo_rl.distributed.parallel_logprobs.head import OutputHead
+from nemo_rl.distributed.parallel_logprobs.head import HeadUpdate, OutputHead
 from nemo_rl.models.huggingface.layers import body, hidden_states
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -73,7 +73,11 @@ def _equal(ours: Tensor, own: Tensor) -> bool:
 
 
 def last_logits(
-    hf: PreTrainedModel, model_inputs: dict[str, Any], last: Tensor, transform: LogitTransform | None
+    hf: PreTrainedModel,
+    model_inputs: dict[str, Any],
+    last: Tensor,
+    transform: LogitTransform | None,
+    update_of: Callable[[nn.Module, Tensor], HeadUpdate | None] = lambda head, hidden: None,
 ) -> Tensor:
     """Return the `[b, V]` logits of one packed row at the indices `last`, as the training backend computes them.
 
@@ -82,10 +86,11 @@ def last_logits(
         model_inputs: the model's keyword arguments; `input_ids` is `[1, T]`.
         last: `[b]` indices of tokens.
         transform: result of `find_transform`. If it is None, the model's own forward computes the logits.
+        update_of: function that returns the adapter's update of the head for hidden states `[b, D]`, or None.
     """
     if transform is None:
         logits: Tensor = hf(**model_inputs, use_cache=False, logits_to_keep=last).logits[0]
         return logits
-    head = hf.get_output_embeddings()
-    assert isinstance(head, nn.Linear), "checked by find_transform"
-    return OutputHead(head.weight, head.bias, transform).logits(hidden_states(hf, model_inputs)[0, last])
+    head: Any = hf.get_output_embeddings()
+    hidden_bD = hidden_states(hf, model_inputs)[0, last]
+    return OutputHead(head.weight, head.bias, transform).logits(hidden_bD, update_of(head, hidden_bD))

@@ -140,6 +140,13 @@ class PolicyBackend(ABC):
             self._whole_weights = (dtype, WholeWeights(lambda: self.iterate_weights(dtype), self.device))
         return self._whole_weights[1]
 
+    def held_adapters(self, dtype: torch.dtype) -> HeldWeights:
+        """Return the blocks of this rank of the matrices of the adapter, for engines that have the base weights.
+
+        Names are those of the parameters in the adapted model. By default, the backend cannot send adapters alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sends merged weights only.")
+
     @abstractmethod
     def save(self, paths: CheckpointPaths) -> None:
         """Write the weights and, if `paths.optimizer` is set, the rest of the training state."""

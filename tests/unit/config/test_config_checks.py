@@ -35,6 +35,8 @@ MEGATRON_LORA = (*MEGATRON, "policy.megatron_cfg.peft.enabled=true")
 DECAYS = (*MEGATRON, "policy.megatron_cfg.scheduler.lr_decay_style=cosine")
 IS = "loss_fn.use_importance_sampling_correction=true"
 GSPO = "loss_fn.sequence_level_importance_ratios=true"
+LORA = "policy.dtensor_cfg.lora_cfg.enabled=true"
+ONLY_ADAPTERS = ("policy.generation.lora_refit_mode=adapter", "policy.generation.backend=hf")
 
 
 def kind(name: str) -> str:
@@ -62,6 +64,28 @@ REFUSED: list[tuple[list[str], str]] = [
     (
         [REPLAY, *MEGATRON, "+policy.megatron_cfg.model_overrides.moe_router_fusion=true"],
         r"Remove moe_router_fusion from policy\.megatron_cfg\.model_overrides",
+    ),
+    # adapters alone
+    ([*ONLY_ADAPTERS], r"lora_refit_mode=adapter needs adapters .*lora_cfg\.enabled=true, or set .*=merged\."),
+    (
+        [*ONLY_ADAPTERS, *MEGATRON_LORA],
+        r"lora_refit_mode=adapter sends adapters of policy\.dtensor_cfg\.lora_cfg, .*megatron_cfg\.peft\.",
+    ),
+    *(
+        (
+            [LORA, *ONLY_ADAPTERS, f"policy.generation.backend={engine}"],
+            rf"policy\.generation\.backend={engine} gets merged weights only\. Set policy\.generation\.backend=hf, or",
+        )
+        for engine in ("vllm", "megatron", "sglang", "my.Engine")
+    ),
+    (
+        [LORA, *ONLY_ADAPTERS, "policy.generation.engine.precision=fp8"],
+        r"sends no weights that could be converted, and policy\.generation\.engine\.precision=fp8\. Set it to auto",
+    ),
+    ([LORA, *ONLY_ADAPTERS, "policy.is_vlm=true"], r"lora_refit_mode=adapter is for rows of text, and policy\.is_vlm"),
+    (
+        [LORA, "policy.generation.lora_refit_mode=delta"],
+        r"policy\.generation\.lora_refit_mode='delta' .* is not allowed\. Allowed: merged or adapter\.",
     ),
     # batches
     (["policy.train_global_batch_size=50"], r"8 x .*8 .*\n  \(8 x 8\) / 50 = 1\.28\. .*: 32, 64\."),

@@ -45,7 +45,7 @@ class EvalGenerationConfig(GenerationConfig):
 
     idle: ClassVar[dict[str, str]] = {
         "colocated": "there is no policy next to the engines",
-        "weight_sync": "engines read the weights themselves",
+        **dict.fromkeys(("weight_sync", "lora_refit_mode"), "engines read the weights themselves"),
         **dict.fromkeys(("val_temperature", "val_top_k", "val_top_p"), "an evaluation samples in one way"),
     }
 

@@ -351,6 +351,10 @@ class GenerationConfig(Section):
     no such file: all engines."""
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     """Transfer of weights to the engines."""
+    lora_refit_mode: Literal["merged", "adapter"] = "merged"
+    """What a weight sync sends if adapters are trained. merged: all weights, with the adapter added; adapter: the
+    adapter's matrices only. Engines then read the base weights of policy.model_name at their start, and compute base
+    and adapter. adapter needs policy.dtensor_cfg.lora_cfg.enabled=true and backend=hf."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """Keys that every engine reads."""
     vllm_cfg: Annotated[VllmConfig, _VLLM] = Field(default_factory=VllmConfig)

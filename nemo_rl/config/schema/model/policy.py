@@ -277,3 +277,8 @@ class PolicyConfig(Section):
             "megatron_cfg.peft": self.megatron_cfg.enabled and self.megatron_cfg.peft.enabled,
         }
         return [key for key, enabled in asked.items() if enabled]
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Return whether a weight sync sends the adapter only, to engines that have the base weights."""
+        return self.generation is not None and self.generation.lora_refit_mode == "adapter"

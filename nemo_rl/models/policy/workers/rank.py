@@ -129,6 +129,7 @@ class PolicyWorker(ScoringWorker):
     def __init__(self, backend: PolicyBackend, config: PolicyConfig, *, gives_scores: bool = True) -> None:
         super().__init__(backend, input_layout(config), gives_scores=gives_scores)
         self._sender: WeightSender | None = None
+        self._sends_adapters = config.sends_adapters
         self._saving: Future[None] | None = None
         self.recorder: UpdateRecorder | None = None
 
@@ -235,7 +236,10 @@ class PolicyWorker(ScoringWorker):
         if self._sender is None or (self._sender.lanes, self._sender.encoding) != (lanes, encoding):
             self._close_sender()
             self._sender = self._new_sender(lanes, encoding)
-        self._sender.begin(self.backend.held_weights(getattr(torch, dtype)))
+        engine_dtype = getattr(torch, dtype)
+        backend = self.backend
+        weights = backend.held_adapters(engine_dtype) if self._sends_adapters else backend.held_weights(engine_dtype)
+        self._sender.begin(weights)
 
     def _new_sender(self, lanes: list[Lane], encoding: Encoding | None) -> WeightSender:
         """Make this rank's sender, in a collective call. If one rank fails, all do, so none waits for its blocks."""

@@ -18,9 +18,9 @@ from trained_states import assert_equal_states, update, whole_state
 from transformers import PreTrainedModel
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.adapters.lora_linear import apply_lora
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.context_parallel import Chunks, TokenExchange
-from nemo_rl.models.dtensor.lora import apply_lora
 from nemo_rl.models.dtensor.tensor_plans import plan_for
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.mixers import HeadPart, find_mixers

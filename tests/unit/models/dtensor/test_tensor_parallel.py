@@ -26,6 +26,7 @@ from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.weight_sync.exchange import everywhere
 
 CPU = torch.device("cpu")
 TP2 = {"tensor_parallel_size": 2}
@@ -136,6 +137,10 @@ def _train_adapters(config: PolicyConfig) -> dict:
         batch = shard_batch(data, layout.data_parallel_size, training_strategy(config))
         worker.train(batch.data[mine], batch.sizes[mine], WeightedNLL(), count_valid(data))
     out["weights"] = {name: tensor.clone() for name, tensor in worker.iterate_weights()}
+    sent = everywhere(backend.held_adapters(torch.float32), dist.group.WORLD)
+    out["sent"] = {name: tensor.clone() for name, tensor in sent}
+    named = backend.model.hf.named_parameters()
+    out["adapter"] = {name: whole(p.detach()).clone() for name, p in named if p.requires_grad}
     return out
 
 
@@ -152,6 +157,8 @@ def test_adapters_on_divided_layers_train_and_merge_as_on_whole_ones(ranks, mesh
             torch.testing.assert_close(part["grads"][key], grad, rtol=0, atol=2e-5 * grad.abs().max().item())
         for key, weight in one["weights"].items():
             torch.testing.assert_close(part["weights"][key], weight, rtol=0, atol=1e-5)
+        assert part["sent"].keys() == part["adapter"].keys()
+        assert all(torch.equal(part["sent"][key], tensor) for key, tensor in part["adapter"].items())
 
 
 HALVES = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.gate_proj": COLUMN}

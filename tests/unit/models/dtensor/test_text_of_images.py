@@ -22,8 +22,8 @@ from transformers import (
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.files.manifest import write_manifest
+from nemo_rl.models.adapters.slots import linear_names
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.lora import _linear_names
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.huggingface.layers import body, decoder_layers, parts_without_text
@@ -125,7 +125,7 @@ def test_the_parts_of_a_model_with_a_tower(folder) -> None:
     assert body(model) is model.model.language_model
     assert decoder_layers(model) == [*model.model.language_model.layers]
     assert parts_without_text(model) == [model.model.vision_tower, model.model.multi_modal_projector]
-    names = _linear_names(model)
+    names = linear_names(model)
     assert len(names) == 14  # four of attention and three of the feed-forward network, in two layers
     assert all(name.startswith("model.language_model.layers.") for name in names)
 

@@ -10,9 +10,9 @@ from tiny_models import make_char_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from nemo_rl.models.adapters.lora_linear import adapted_modules
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.checkpoints.lora_export import adapter_source, export_merged
-from nemo_rl.models.dtensor.lora import adapted_modules
 from nemo_rl.models.training.interfaces import CheckpointPaths
 
 LORA: dict[str, Any] = {"enabled": True, "dim": 4, "alpha": 8, "dropout": 0.1}

@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.config import LoraConfig
+from nemo_rl.models.adapters.lora_linear import SECTION, LoraLinear, adapted_modules, apply_lora
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.lora import SECTION, LoraLinear, adapted_modules, apply_lora
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.models.training.low_rank import adapters_off, select_modules
 from nemo_rl.utils.errors import CheckpointError, ConfigError, WeightSyncError
+from nemo_rl.weight_sync.exchange import everywhere
 
 CPU = torch.device("cpu")
 LORA = {"enabled": True, "dim": 4, "alpha": 8}
@@ -275,6 +276,28 @@ def test_an_adapter_that_is_not_merged_stops_the_sync(dtype, tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m")
     for ranks in (1, 2):
         assert run_ranks(_export_unmerged, ranks, name, dtype) == [""] * ranks
+
+
+def _held_adapters(rank: int, world_size: int, name: str, dtype: torch.dtype) -> dict[str, bool]:
+    worker, config = _worker(name)
+    _update(worker, config, 1, rank, world_size)
+    expected = {
+        f"{layer}.{last}": _full(getattr(module, last)).to(dtype)
+        for layer, module in adapted_modules(worker.backend.model.hf).items()
+        for last in ("lora_A", "lora_B")
+    }
+    group = torch.distributed.group.WORLD
+    sent = {key: tensor.clone() for key, tensor in everywhere(worker.backend.held_adapters(dtype), group)}
+    assert sent.keys() == expected.keys()
+    return {key: torch.equal(sent[key], tensor) and bool(tensor.count_nonzero()) for key, tensor in expected.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_send_the_whole_adapter_without_the_base(dtype, tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m", "qwen2")
+    for ranks in (1, 2):
+        for same in run_ranks(_held_adapters, ranks, name, dtype):
+            assert len(same) == 2 * 2 * 7 and all(same.values())
 
 
 def test_a_layer_that_shares_its_weight_is_refused() -> None:

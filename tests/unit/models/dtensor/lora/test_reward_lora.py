@@ -17,9 +17,9 @@ from transformers import AutoModelForSequenceClassification
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import initial_head
 from nemo_rl.distributed.ranks.placements import whole
+from nemo_rl.models.adapters.lora_linear import adapted_modules
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.checkpoints.lora_export import adapter_source, export_merged, verify_merged
-from nemo_rl.models.dtensor.lora import adapted_modules
 from nemo_rl.models.huggingface.load import load_scoring_model
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker

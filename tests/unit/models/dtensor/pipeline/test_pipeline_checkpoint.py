@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
+from nemo_rl.models.huggingface.folders import peft_key
 from nemo_rl.models.huggingface.load import load_scoring_model
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.rank_calls import join_layers
 from nemo_rl.models.policy.workers.rank import PolicyWorker, UpdateResult
 from nemo_rl.models.training.inputs import InputLayout, build_score_inputs
+from nemo_rl.weight_sync.exchange import everywhere
 
 ADAMW = ("optimizer", {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3}})
 LORA = ("dtensor_cfg", {"lora_cfg": {"enabled": True, "dim": 4}})
@@ -122,8 +124,10 @@ def _adapted(rank: int, world_size: int, name: str, case: Case, source: Path | N
         worker.load_checkpoint(str(source / "weights"), str(source / "optimizer"))
     result = _update(worker, rank, world_size, case, seed=1)
     weights = {name: tensor.clone() for name, tensor in worker.iterate_weights()}
+    held = worker.backend.held_adapters(torch.float32)
+    sent = {name: tensor.clone() for name, tensor in everywhere(held, torch.distributed.group.WORLD)}
     worker.save_checkpoint(str(target / "weights"), str(target / "optimizer"))
-    return {"weights": weights, "norm": result.grad_norm}
+    return {"weights": weights, "norm": result.grad_norm, "sent": sent}
 
 
 def test_adapters_of_all_stages_are_trained_saved_and_sent(tmp_path) -> None:
@@ -144,6 +148,10 @@ def test_adapters_of_all_stages_are_trained_saved_and_sent(tmp_path) -> None:
     assert tensors[0].keys() == tensors[1].keys()
     for key, tensor in tensors[0].items():
         torch.testing.assert_close(tensors[1][key], tensor, rtol=0, atol=1e-6)
+    for written, ranks in zip(tensors, ([one], two), strict=True):
+        for rank in ranks:
+            assert {peft_key(name) for name in rank["sent"]} == written.keys()
+            assert all(torch.equal(written[peft_key(name)], tensor) for name, tensor in rank["sent"].items())
     (one,) = run_ranks(_adapted, 1, name, whole, tmp_path / "two", tmp_path / "one again")
     two = run_ranks(_adapted, 2, name, stages, tmp_path / "one", tmp_path / "two again")
     for key, tensor in one["weights"].items():
