@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 102_800, "all": 134_000}
-FILES = {"core": 564, "all": 760}
+LINES = {"core": 102_950, "all": 134_000}
+FILES = {"core": 565, "all": 760}
 FOLDERS = 92
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""

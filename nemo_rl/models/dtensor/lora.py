@@ -35,17 +35,8 @@ from nemo_rl.files.regular_file import read_text
 from nemo_rl.models.adapters.lora_linear import SECTION, adapted_modules, adapter_parameters, apply_lora
 from nemo_rl.models.dtensor.checkpoints.model_files import saved_weights, weights_by_name
 from nemo_rl.models.dtensor.pipeline.stages import joined, of_all_stages, stage_of
+from nemo_rl.models.huggingface import folders
 from nemo_rl.models.huggingface.checkpoint_names import TensorGroup, converts, groups_in_memory
-from nemo_rl.models.huggingface.folders import (
-    ADAPTER_FOLDER,
-    CONFIG_FILE,
-    MODEL_FOLDER,
-    PEFT_PREFIX,
-    WEIGHTS_FILE,
-    peft_config,
-    peft_key,
-    write_adapter,
-)
 from nemo_rl.models.huggingface.layers import SCORE_HEAD, score_head
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS, require_moved
@@ -140,8 +131,8 @@ def save_adapter(
     tensors = {key: keep(f"adapter.{key}", tensor.cpu().contiguous()) for key, tensor in named}
     names = list(joined(hf, dict.fromkeys(adapted_modules(hf))))
     scores = any(joined(hf, {SCORE_HEAD: True} if score_head(hf) is not None else {}))
-    described = peft_config(config, base_name, names, fused_experts=converts(hf), scores=scores)
-    return partial(write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
+    described = folders.peft_config(config, base_name, names, fused_experts=converts(hf), scores=scores)
+    return partial(folders.write_adapter, weights_path / folders.ADAPTER_FOLDER, tensors, described)
 
 
 def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:
@@ -155,15 +146,15 @@ def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) 
     Raises:
         CheckpointError: there is no adapter, its layers or shapes differ, or it was trained on another base.
     """
-    folder = weights_path / ADAPTER_FOLDER
-    if not (folder / WEIGHTS_FILE).exists():
+    folder = weights_path / folders.ADAPTER_FOLDER
+    if not (folder / folders.WEIGHTS_FILE).exists():
         raise CheckpointError(
-            f"{folder} holds no {WEIGHTS_FILE}: the checkpoint was written without LoRA. Set "
+            f"{folder} holds no {folders.WEIGHTS_FILE}: the checkpoint was written without LoRA. Set "
             f"policy.dtensor_cfg.lora_cfg.enabled=false, or start a new run from policy.model_name="
-            f"{weights_path / MODEL_FOLDER}."
+            f"{weights_path / folders.MODEL_FOLDER}."
         )
     _fill_adapters(hf, folder)
-    _check_base(hf, weights_path / MODEL_FOLDER, device)
+    _check_base(hf, weights_path / folders.MODEL_FOLDER, device)
 
 
 def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
@@ -178,8 +169,8 @@ def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
             its layers.
     """
     described = read_adapter_config(folder)
-    tensors = TensorFiles([folder / WEIGHTS_FILE])
-    of_layers = (key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors)
+    tensors = TensorFiles([folder / folders.WEIGHTS_FILE])
+    of_layers = (key.removeprefix(folders.PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors)
     names = sorted({name for name in of_layers if name})
     have = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     missing = [name for name in names if name not in have]
@@ -205,10 +196,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is missing, or the adapter is not `W + (alpha / r) B A`.
     """
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
+    for name in (folders.CONFIG_FILE, folders.WEIGHTS_FILE):
         if not (folder / name).exists():
             raise CheckpointError(f"{folder} holds no {name}, so it is not a LoRA adapter.")
-    described: dict[str, Any] = json.loads(read_text(folder / CONFIG_FILE))
+    described: dict[str, Any] = json.loads(read_text(folder / folders.CONFIG_FILE))
     plain = described.get("peft_type") == "LORA" and isinstance(described.get("lora_alpha"), int)
     extras = [name for name in _NOT_MERGED if described.get(name)]
     if is_scoring_adapter(described) and set(described["modules_to_save"]) <= _HEADS:
@@ -216,7 +207,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     extras += ["bias"] if described.get("bias", "none") != "none" else []
     if not plain or extras:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE} describes more than a plain LoRA adapter with a whole lora_alpha"
+            f"{folder / folders.CONFIG_FILE} describes more than a plain LoRA adapter with a whole lora_alpha"
             f"{': ' + ', '.join(extras) if extras else ''}. Merge it with the PEFT library."
         )
     return described
@@ -230,7 +221,7 @@ def is_scoring_adapter(described: dict[str, Any]) -> bool:
 @torch.no_grad()
 def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
     """Copy this rank's part of the saved values into the adapters."""
-    saved = TensorFiles([folder / WEIGHTS_FILE])
+    saved = TensorFiles([folder / folders.WEIGHTS_FILE])
     parameters = _trained_parameters(hf)
     shapes = joined(hf, {key: tuple(tensor.shape) for key, tensor in parameters.items()})
     _require_same_shapes(folder, {key: saved.like(key) for key in saved}, shapes)
@@ -245,10 +236,10 @@ def refuse_adapter(weights_path: Path) -> None:
     Raises:
         CheckpointError: the folder holds an adapter.
     """
-    if (weights_path / ADAPTER_FOLDER).exists():
+    if (weights_path / folders.ADAPTER_FOLDER).exists():
         raise CheckpointError(
             f"{weights_path} was written with LoRA. Set policy.dtensor_cfg.lora_cfg.enabled=true to resume, or "
-            f"start a new run from the merged weights: policy.model_name={weights_path / MODEL_FOLDER}."
+            f"start a new run from the merged weights: policy.model_name={weights_path / folders.MODEL_FOLDER}."
         )
 
 
@@ -289,10 +280,10 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
 
 def _trained_parameters(hf: PreTrainedModel) -> dict[str, Tensor]:
     """Return the parameters of adapters and of a sequence classifier's head, by their keys in PEFT's files."""
-    found = {peft_key(name): parameter for name, parameter in adapter_parameters(hf).items()}
+    found = {folders.peft_key(name): parameter for name, parameter in adapter_parameters(hf).items()}
     head = score_head(hf)
     named = () if head is None else head.named_parameters()
-    return found | {f"{PEFT_PREFIX}{SCORE_HEAD}.{name}": parameter for name, parameter in named}
+    return found | {f"{folders.PEFT_PREFIX}{SCORE_HEAD}.{name}": parameter for name, parameter in named}
 
 
 def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted_shapes: dict[str, tuple[int, ...]]) -> None:

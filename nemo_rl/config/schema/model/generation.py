@@ -352,7 +352,7 @@ class GenerationConfig(Section):
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     """Transfer of weights to the engines."""
     lora_refit_mode: Literal["merged", "adapter"] = "merged"
-    """What a weight sync sends if adapters are trained. merged: all weights, with the adapter added; adapter: the
+    """Weights that a sync sends if adapters are trained. merged: all weights, with the adapter added; adapter: the
     adapter's matrices only. Engines then read the base weights of policy.model_name at their start, and compute base
     and adapter. adapter needs policy.dtensor_cfg.lora_cfg.enabled=true and backend=hf."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
