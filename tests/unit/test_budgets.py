@@ -21,12 +21,12 @@ OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 
 LINES = {"core": 102_950, "all": 134_000}
 FILES = {"core": 565, "all": 760}
-FOLDERS = 92
+FOLDERS = 93
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4
 """Lines of docstrings and of texts below fields, for each line of code."""
-IMPORTS = 0.133
+IMPORTS = 0.134
 """Lines of imports, for each line of code."""
 SEMICOLONS = 0
 """Summaries of docstrings with a semicolon: two thoughts."""

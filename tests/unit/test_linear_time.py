@@ -281,6 +281,10 @@ def test_a_hostile_text_in_any_form_takes_a_tenth_of_a_second(name):
 
 
 NOT_OF_MODELS: dict[str, str] = {
+    "serving/state.py": "ids of a fixed length",
+    "serving/store/sessions.py": "ids of a fixed length",
+    "serving/store/checkpoints.py": "names with a limited length, one class of characters after another",
+    "serving/store/keys.py": "keys and names with a limited length",
     "launch/python_runs.py": "names of folders",
     "algorithms/runtime/recovery.py": "messages of this library's errors",
     "commands/completion.py": "names of sections",
