@@ -2,6 +2,9 @@
 
 A model has the folder `<service.log_dir>/<id>/exp_001`, and a line in its `metrics.jsonl` for each update: the loss per
 token and the number of tokens of the passes since the update before, and what the update returned.
+
+Commands that are executed again after the end of a process are not logged again, but an update whose result was not
+stored may have two lines. The last one counts.
 """
 
 import logging
