@@ -358,7 +358,7 @@ def test_a_fused_optimizer_resumes_from_an_unfused_one(tmp_path, monkeypatch) ->
     step = str(tmp_path / "step")
     with process_group():
         with monkeypatch.context() as older:
-            older.setattr(optimizer, "_may_fuse", lambda parameters: False)
+            older.setattr(optimizer, "_may_fuse", lambda cls, parameters: False)
             plain, config = _worker(name)
         update(plain, config, 1)
         plain.save_checkpoint(f"{step}/weights", f"{step}/optimizer")
