@@ -225,7 +225,8 @@ class DTensorBackend(TorchBackend):
                         loss = loss + balance.loss()
                     if sums is not None:
                         sums.next_row()
-                    finish_gradients(self.model, last=not self._adds_up_here or index == len(microbatches) - 1)
+                    if self._adds_up_here:
+                        finish_gradients(self.model, last=index == len(microbatches) - 1)
                     loss.backward()
         reshard(self.model)
 
