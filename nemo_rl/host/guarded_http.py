@@ -9,6 +9,7 @@ request before; clients without a proved identity never keep others out, and nev
 
 import asyncio
 import resource
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
@@ -203,6 +204,19 @@ class ConnectionGuard:
             if not self._owned[line.owner]:
                 del self._owned[line.owner]
             line.owner = None
+
+
+async def serve_until_cancelled(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until the task is cancelled, and then cut all connections."""
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for each in getattr(server, "servers", ()):  # the list does not exist before the server has started
+            each.close()
+        for connection in list(server.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()  # otherwise the client would wait for an answer to its next request
+        listener.close()
 
 
 def _client_of(transport: asyncio.Transport) -> object:

@@ -14,14 +14,12 @@ import hashlib
 import json
 import re
 import secrets
-import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -38,7 +36,7 @@ from nemo_rl.agents.endpoint.exchanges import ClientGoneError
 from nemo_rl.agents.endpoint.session import AgentSession
 from nemo_rl.agents.programs.interfaces import KEY_FIELD, START_SIGN, is_start
 from nemo_rl.config.schema.agents import AgentEndpointConfig
-from nemo_rl.host.guarded_http import MOST_OF_ONE, ConnectionGuard
+from nemo_rl.host.guarded_http import MOST_OF_ONE, ConnectionGuard, serve_until_cancelled
 from nemo_rl.utils.addresses import http_address, listener_of
 
 _KEY_BYTES = 32
@@ -183,7 +181,7 @@ class AgentEndpoint:
         listener = listener_of("cluster.agent_endpoint", self._config.host, self._config.port)
         self._port = listener.getsockname()[1]
         server = self._guard.server(self.application(), lifespan="off")
-        self._serving = asyncio.create_task(_serve(server, listener))
+        self._serving = asyncio.create_task(serve_until_cancelled(server, listener))
         async with asyncio.timeout(_START_S):
             while not server.started:
                 await asyncio.sleep(0.01)
@@ -388,19 +386,6 @@ async def _in_time() -> AsyncIterator[None]:
 def _too_large(most: int) -> CallError:
     message = f"The body is larger than {most} bytes (cluster.agent_endpoint.max_request_mb)."
     return CallError(413, message, "request_too_large")
-
-
-async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until the task is cancelled."""
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        for each in getattr(server, "servers", ()):  # the list does not exist before the server has started
-            each.close()
-        for connection in list(server.server_state.connections):
-            if connection.transport is not None:
-                connection.transport.abort()  # otherwise the client would wait for an answer to its next request
-        listener.close()
 
 
 async def _disconnected(request: Request) -> None:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,7 +18,7 @@ from starlette.responses import Response
 
 from nemo_rl.config.schema.service import ServiceConfig
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.host.guarded_http import ConnectionGuard
+from nemo_rl.host.guarded_http import ConnectionGuard, serve_until_cancelled
 from nemo_rl.serving.http.completions import CompletionRoutes
 from nemo_rl.serving.http.listings import ListingRoutes
 from nemo_rl.serving.http.requests import error_response
@@ -81,7 +80,7 @@ async def serving(
         application_of(service, tokenizer, keys, guard), lifespan="off", timeout_keep_alive=int(_IDLE_S)
     )
     service.start()
-    task = asyncio.create_task(_serve(server, listener))
+    task = asyncio.create_task(serve_until_cancelled(server, listener))
     try:
         async with asyncio.timeout(_START_S):
             while not server.started:
@@ -91,19 +90,6 @@ async def serving(
         task.cancel()
         await asyncio.wait({task}, timeout=_END_S)
         await service.stop()
-
-
-async def _serve(server: uvicorn.Server, listener: Any) -> None:
-    """Serve until the task is cancelled."""
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        for each in getattr(server, "servers", ()):  # the list does not exist before the server has started
-            each.close()
-        for connection in list(server.server_state.connections):
-            if connection.transport is not None:
-                connection.transport.abort()  # clients ask again, and find the next process
-        listener.close()
 
 
 async def _other_path(request: Request, error: HTTPException) -> Response:
