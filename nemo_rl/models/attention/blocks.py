@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
@@ -47,6 +48,58 @@ def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, plan: AttentionP
         )
         parts.update(zip(numbers, outputs, strict=True))
     return torch.cat([parts[number] for number in range(len(pieces))], dim=2)
+
+
+@torch.no_grad()
+def attend_to_ends(query: Tensor, key: Tensor, value: Tensor, lengths_b: Tensor, scoring: Scoring) -> Tensor:
+    """Compute the attention of one query for each row to the first keys of the row, without gradients.
+
+    The bits are those of `attend_in_blocks`. All blocks are multiplied at once, and their results are then added up in
+    order.
+
+    Args:
+        query: `[b, H, 1, D]`.
+        key: `[b, K, n, D]`.
+        value: `[b, K, n, D_v]`. Keys and values that are not seen must be finite.
+        lengths_b: `[b]` int64, number of keys that each query sees.
+        scoring: the layer's scale, window, soft cap and sinks.
+
+    Returns:
+        `[b, H, 1, D_v]`.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q = query.to(wide).transpose(1, 2).unflatten(2, (key.shape[1], -1)).transpose(1, 2)  # [b, K, 1, g, D]
+    k, v = (_in_blocks(x, wide).unflatten(2, (-1, KEYS_PER_BLOCK)) for x in (key, value))
+    scores = _scores_of_ends(q, k, lengths_b, scoring)
+    largest = scores.new_full(q.shape[:-1], _LOWEST)
+    total = torch.zeros_like(largest[:, :, 0])
+    if scoring.sinks is not None:
+        largest = scoring.sinks.to(wide).view(1, key.shape[1], 1, -1).expand(largest.shape)
+        total = torch.ones_like(total)
+    highest = torch.cat([largest, scores.amax(-1)], dim=2).cummax(2).values
+    weights = (scores - highest[:, :, 1:, :, None]).exp()
+    kept = (highest[:, :, :-1] - highest[:, :, 1:]).exp()
+    sums, products = weights.sum(-1), weights @ v
+    out = torch.zeros_like(products[:, :, 0])
+    for block in range(k.shape[2]):
+        total = total * kept[:, :, block] + sums[:, :, block]
+        out = out * kept[:, :, block, :, None] + products[:, :, block]
+    out /= total[..., None]
+    return out.flatten(1, 2)[:, :, None].to(query.dtype)
+
+
+def _scores_of_ends(q: Tensor, k: Tensor, lengths_b: Tensor, scoring: Scoring) -> Tensor:
+    """Return scores `[b, K, B, g, n]` of queries `[b, K, 1, g, D]` and B blocks of keys `[b, K, B, n, D]`."""
+    scale = scoring.scaling if scoring.scaling is not None else q.shape[-1] ** -0.5
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    place = torch.arange(k.shape[2] * k.shape[3], device=k.device).view(k.shape[2:4])
+    distance = lengths_b[:, None, None] - 1 - place
+    seen = distance >= 0
+    if scoring.window is not None:
+        seen &= distance < scoring.window
+    return scores.masked_fill_(~seen[:, None, :, None], float("-inf"))
 
 
 def _size_class(piece: Piece) -> int:
@@ -120,7 +173,7 @@ class _BlockAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: _QueryBatch
     ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
-        q, k, v = _grouped(query.to(wide), key.shape[1]), _in_blocks(key.to(wide)), _in_blocks(value.to(wide))
+        q, k, v = _grouped(query.to(wide), key.shape[1]), _in_blocks(key, wide), _in_blocks(value, wide)
         largest = q.new_full(q.shape[:-1], _LOWEST)
         total = torch.zeros_like(largest)
         if sinks is not None:
@@ -148,7 +201,7 @@ class _BlockAttention(torch.autograd.Function):
         query, key, value, sinks, out, log_total = ctx.saved_tensors
         batch: _QueryBatch = ctx.batch
         wide = torch.promote_types(query.dtype, torch.float32)
-        q, k, v = _grouped(query.to(wide), key.shape[1]), _in_blocks(key.to(wide)), _in_blocks(value.to(wide))
+        q, k, v = _grouped(query.to(wide), key.shape[1]), _in_blocks(key, wide), _in_blocks(value, wide)
         grad = _grouped(grad_out.to(wide), key.shape[1])
         grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         inner = (grad * out).sum(-1)
@@ -185,7 +238,10 @@ def _grouped(x: Tensor, key_heads: int) -> Tensor:
     return x.unflatten(1, (key_heads, -1))
 
 
-def _in_blocks(x: Tensor) -> Tensor:
-    """Pad keys or values `[b, K, T, D]` with zeros to whole blocks."""
+def _in_blocks(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert keys or values `[b, K, T, D]`, and pad them with zeros to whole blocks.
+
+    The result is contiguous, because products of blocks would copy other tensors once for each block.
+    """
     missing = -x.shape[2] % KEYS_PER_BLOCK
-    return torch.nn.functional.pad(x, (0, 0, 0, missing))
+    return F.pad(x.to(dtype, memory_format=torch.contiguous_format), (0, 0, 0, missing))

@@ -1,16 +1,12 @@
-"""Compute attention over the pieces of a plan, or over cached keys and values.
+"""Compute attention over the pieces of a plan.
 
 `attend` uses the first kernel that supports the layer's scoring, fastest first: torch's varlen flash attention, the
 `flash-attn` package if it is installed (`flash_attn`), and then, piece by piece, torch's scaled-dot-product attention,
 or plain matrix products if scores are capped or the layer has sinks. Invariant: the choice changes only speed and
 rounding.
-
-`CachedPass` also attends to tokens of earlier passes, whose keys and values are in a cache. The new tokens of all
-sequences form one row of the model. Invariant: a token sees the tokens of its own sequence up to itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -81,7 +77,23 @@ def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -
     """Return the `[b, H, t, D_v]` attention of one piece, whose last query sees its last key."""
     if not scoring.is_plain:
         return _explicit(query, key, value, scoring)
-    mask = _mask(query, key, scoring.window)
+    return masked_attention(query, key, value, _mask(query, key, scoring.window), scoring)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Compute torch's scaled-dot-product attention for scores without soft cap and sinks.
+
+    Args:
+        query: `[b, H, t, D]`.
+        key: `[b, H_kv, n, D]`.
+        value: `[b, H_kv, n, D_v]`.
+        mask: keys that each query sees, as bool of a shape that broadcasts to `[b, H, t, n]`. None for as many queries
+            as keys, of which each query sees those up to its own.
+        scoring: the layer's scale and dropout.
+
+    Returns:
+        `[b, H, t, D_v]`.
+    """
     widens = query.dtype == torch.bfloat16 and query.device.type == "cpu" and _is_faster_in_float32()
     wide = torch.float32 if widens else query.dtype
     out = F.scaled_dot_product_attention(
@@ -143,56 +155,3 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Te
     weights = scores.softmax(dim=-1, dtype=wide).to(query.dtype)[..., : key.shape[2]]
     weights = F.dropout(weights, scoring.dropout) if scoring.dropout else weights
     return (weights @ value[:, :, None]).flatten(1, 2)
-
-
-type KeysAndValues = tuple[Tensor, Tensor]
-"""Cached keys `[places, H_kv, D]` and values `[places, H_kv, D_v]` of a layer."""
-
-
-@dataclass(frozen=True)
-class CachedPass:
-    """The new tokens of one forward pass, and the cache positions of new and earlier tokens."""
-
-    token_ids: Tensor
-    """`[T]` int64, ids of the new tokens."""
-    positions: Tensor
-    """`[T]` int64, position of each new token in its sequence."""
-    new: Tensor
-    """`[T]` int64, cache positions of the new tokens."""
-    seen: Tensor
-    """`[K]` int64, cache positions of the earlier and new tokens of each sequence, one sequence after another."""
-    plan: AttentionPlan
-    """The tokens of `seen` that each new token sees."""
-    last: Tensor
-    """`[b]` int64, index of the last token of each sequence among the T tokens."""
-    num_places: int
-    """Number of positions of the cache."""
-    layers: dict[int, KeysAndValues]
-    """Cache of each layer, by layer number. `attend` allocates it in the first pass."""
-
-    def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Store a layer's new keys and values in the cache, and compute the attention of the new tokens.
-
-        Args:
-            query: `[T, 1, H, D]`.
-            key: `[T, 1, H_kv, D]`.
-            value: `[T, 1, H_kv, D_v]`.
-            scoring: the layer's scale, window and sinks.
-
-        Returns:
-            `[T, 1, H * D_v]`.
-        """
-        if layer_number not in self.layers:
-            self.layers[layer_number] = (self._empty_like(key), self._empty_like(value))
-        keys, values = self.layers[layer_number]
-        key, value = self._with_earlier(keys, key), self._with_earlier(values, value)
-        out = attend(query.permute(1, 2, 0, 3), key, value, self.plan, scoring)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _with_earlier(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Store the new tokens' keys or values `[T, 1, H, D]`, and return those of all tokens, `[1, H, K, D]`."""
-        kept.index_copy_(0, self.new, new[:, 0])
-        return kept.index_select(0, self.seen).transpose(0, 1)[None]
-
-    def _empty_like(self, new: Tensor) -> Tensor:
-        return new.new_empty(self.num_places, *new.shape[2:])

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from nemo_rl.models.attention.kernels import CachedPass, attend
+from nemo_rl.models.attention.cached_pass import CachedPass
+from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, PackedRow, Scoring, plan_of_row
 from nemo_rl.utils.errors import ConfigError
 

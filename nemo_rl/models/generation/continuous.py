@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nemo_rl.host.device import to_device
 from nemo_rl.models.attention import AttentionPlan, Piece
-from nemo_rl.models.attention.kernels import CachedPass, KeysAndValues
+from nemo_rl.models.attention.cached_pass import CachedPass, KeysAndValues
 from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.rows import RowsEngine, by_adapter
@@ -263,8 +263,7 @@ class ContinuousEngine(RowsEngine):
         for part in by_adapter(self._active):
             with self.computing_with(part[0].adapter):
                 logits_bV = self.read({row.request_id: rows[row.request_id] for row in part})
-            for row, logits_V in zip(part, logits_bV, strict=True):
-                self.extend(row, logits_V)
+            self.extend(part, logits_bV)
         self._most_used = max(self._most_used, self._cache.num_places - self._cache.room)
         return self.take_finished(list(self._active))
 

@@ -28,7 +28,7 @@ from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.adapters.lora_linear import adapter_parameters, apply_lora
 from nemo_rl.models.adapters.slots import AdapterSlots, head_update, put_slots
 from nemo_rl.models.adapters.tensors import AdapterTensors
-from nemo_rl.models.attention.kernels import CachedPass
+from nemo_rl.models.attention.cached_pass import CachedPass
 from nemo_rl.models.attention.registered import register_varlen_attention
 from nemo_rl.models.generation.continuous import ContinuousEngine, TokenCache
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
@@ -93,12 +93,12 @@ class BatchedEngine(RowsEngine):
                 logits_bV = self.read([row.tokens for row in self._active])
             else:
                 logits_bV = self.advance(self._next_ids)
-        written = [row for row in self._active if row.finish_reason is None]
-        self._next_ids = [
-            self.extend(row, logits_V) if row.finish_reason is None else row.tokens[-1]
-            for row, logits_V in zip(self._active, logits_bV, strict=True)
-        ]
-        return self.take_finished(written)
+        written = [place for place, row in enumerate(self._active) if row.finish_reason is None]
+        self._next_ids = [row.tokens[-1] for row in self._active]
+        rows = [self._active[place] for place in written]
+        for place, token in zip(written, self.extend(rows, logits_bV[written]), strict=True):
+            self._next_ids[place] = token
+        return self.take_finished(rows)
 
     def drop_finished(self) -> None:
         """Keep finished rows in the batch until all rows are finished (`RowsEngine.drop_finished`)."""

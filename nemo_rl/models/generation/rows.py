@@ -1,81 +1,27 @@
-"""Manage the rows of an engine that draws every token itself: their requests, draws and ends.
+"""Manage the rows of an engine that draws every token itself: their requests and ends.
 
-Tokens are drawn from logits with one seeded generator per request, and with the trainer's filters. Invariants: a row's
-response depends only on its own tokens, inputs and generator. The returned log-probability is that of the distribution
-from which the token was drawn.
+Each request has a generator with its own seed. Invariant: a row's response depends only on its own tokens, inputs and
+generator.
 """
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any, override
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p, log_normalizer
-from nemo_rl.host.row_invariance import rows_are_alike
 from nemo_rl.models.adapters.tensors import AdapterTensors
-from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest, SamplingParams
+from nemo_rl.models.generation.draws import Distribution, Drawn, bad_word_ids, banned_tokens, draw
+from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest
 from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.training.tensor_checks import not_finite
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
-
-
-def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams, banned: Sequence[int] = ()) -> torch.Tensor:
-    """Compute log-probabilities `[V]` float32 after banned tokens, temperature, top-k and top-p, in that order.
-
-    Temperature 0 (greedy) does not change the distribution. Filtered tokens get -inf.
-    """
-    logits_V = logits_V.float()
-    if banned:
-        logits_V = logits_V.index_fill(0, torch.tensor(banned, device=logits_V.device), -torch.inf)
-    if sampling.temperature > 0:
-        logits_V = logits_V / sampling.temperature
-    filtered_V, _ = apply_top_k_top_p(logits_V, sampling.top_k, sampling.top_p)
-    return filtered_V - log_normalizer(filtered_V) if rows_are_alike() else filtered_V.log_softmax(-1)
-
-
-def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Encode each word for the beginning of a text, and for a place after a space if its first token then differs.
-
-    vLLM uses the same rule (`SamplingParams.update_from_tokenizer`), so both engines forbid the same tokens.
-    """
-    sequences: list[list[int]] = []
-    for word in words:
-        first: list[int] = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-        spaced: list[int] = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        sequences.append(first)
-        if len(spaced) == len(first) and spaced[0] != first[0]:
-            sequences.append(spaced)
-    return sequences
-
-
-def banned_tokens(sequences: Sequence[list[int]], written: list[int]) -> list[int]:
-    """Return the tokens that would complete a forbidden sequence, given the tokens so far."""
-    return [ids[-1] for ids in sequences if ids[:-1] == written[max(0, len(written) - len(ids) + 1) :]]
-
-
-def draw(
-    logits_V: torch.Tensor, sampling: SamplingParams, generator: torch.Generator, banned: Sequence[int] = ()
-) -> tuple[int, float]:
-    """Draw a token that is not banned. Return its id and log-probability.
-
-    Raises:
-        NonFiniteError: the logits contain NaN or +inf.
-    """
-    logprobs = filtered_logprobs(logits_V, sampling, banned).cpu()
-    if logprobs.isnan().any():
-        raise NonFiniteError("The engine's logits are not finite.")
-    if sampling.temperature == 0:
-        token = int(logprobs.argmax())
-    else:
-        token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
-    return token, float(logprobs[token])
 
 
 @dataclass
@@ -170,25 +116,38 @@ class RowsEngine(SteppedEngine):
         adapter = self.adapter_of(request)
         self._waiting.append(Row(request_id, request, generator, bad_words, most_tokens, adapter=adapter))
 
-    def extend(self, row: Row, logits_V: Tensor) -> int:
-        """Draw the next token of a row, check whether it ends the response, and return the token."""
-        sampling = row.request.sampling
-        banned = [*banned_tokens(row.bad_words, row.token_ids), *self._media_tokens]
-        try:
-            token, logprob = draw(logits_V, sampling, row.generator, banned)
-        except NonFiniteError:
+    def extend(self, rows: Sequence[Row], logits_bV: Tensor) -> list[int]:
+        """Draw the next token of each row, check whether it ends the response, and return the tokens.
+
+        Raises:
+            NonFiniteError: The logits of a row without an adapter contain NaN or +inf.
+        """
+        places: dict[Distribution, list[int]] = {}
+        for place, row in enumerate(rows):
+            banned = [*banned_tokens(row.bad_words, row.token_ids), *self._media_tokens]
+            places.setdefault(Distribution.of(row.request.sampling, banned), []).append(place)
+        drawn: dict[int, Drawn] = {}
+        for distribution, some in places.items():
+            logits = logits_bV if len(some) == len(rows) else logits_bV[some]
+            drawn.update(zip(some, draw(logits, distribution, [rows[place].generator for place in some]), strict=True))
+        return [self._append(row, drawn[place]) for place, row in enumerate(rows)]
+
+    def _append(self, row: Row, drawn: Drawn) -> int:
+        """Append a token to a row, unless its logits were not finite. Return the row's last token."""
+        if isnan(drawn.logprob):
             if row.adapter is None:
-                raise
-            # # Only the requests of this adapter fail, and those of others continue.
+                raise NonFiniteError("The engine's logits are not finite.")
+            # Only the requests of this adapter fail, and those of others continue.
             row.finish_reason, row.error = "abort", f"The logits of {row.request.adapter!r} are not finite."
             return row.tokens[-1]
-        row.token_ids.append(token)
-        row.logprobs.append(logprob)
-        if token in sampling.stop_token_ids or self._hits_stop_string(row):
+        row.token_ids.append(drawn.token)
+        row.logprobs.append(drawn.logprob)
+        sampling = row.request.sampling
+        if drawn.token in sampling.stop_token_ids or self._hits_stop_string(row):
             row.finish_reason = "stop"
         elif len(row.token_ids) >= row.most_tokens:
             row.finish_reason = "length"
-        return token
+        return drawn.token
 
     def _hits_stop_string(self, row: Row) -> bool:
         if not row.request.sampling.stop_strings:

@@ -34,7 +34,7 @@ from nemo_rl.config import MegatronConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.host.device import device_for
 from nemo_rl.host.row_invariance import rows_are_alike
-from nemo_rl.models.attention.kernels import CachedPass
+from nemo_rl.models.attention.cached_pass import CachedPass
 from nemo_rl.models.generation.continuous import ContinuousEngine, TokenCache
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.ranks import (

@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
-from nemo_rl.models.attention.kernels import CachedPass
+from nemo_rl.models.attention.cached_pass import CachedPass
 from nemo_rl.models.huggingface.recurrent import without_borders
 from nemo_rl.models.megatron.model.layers import (
     bounds_of,

@@ -40,7 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, reduce_gradient
 from nemo_rl.models.attention import AttentionPlan, PackedRow, Piece, Scoring, attend
-from nemo_rl.models.attention.kernels import CachedPass
+from nemo_rl.models.attention.cached_pass import CachedPass
 from nemo_rl.models.huggingface.recurrent import SequenceGroups
 
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

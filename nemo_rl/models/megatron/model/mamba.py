@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from nemo_rl.models.attention.kernels import CachedPass
+from nemo_rl.models.attention.cached_pass import CachedPass
 from nemo_rl.models.megatron.model.family import Hybrid
 from nemo_rl.models.megatron.model.layers import bounds_of, divided_row, divided_sequences, sequence_groups
 

@@ -10,6 +10,7 @@ import asyncio
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,12 +35,14 @@ _LARGE = 1_000_003
 class Model(HfEngine):
     """Draws as SGLang does with deterministic inference."""
 
-    def extend(self, row: Any, logits_V: torch.Tensor) -> int:
-        sampling, position = row.request.sampling, len(row.tokens)
-        row.generator.manual_seed((row.request.seed + _LARGE * position) % 2**63)
-        token = super().extend(row, logits_V)
-        row.logprobs[-1] = float((logits_V.float() / (sampling.temperature or 1.0)).log_softmax(-1)[token])
-        return token
+    def extend(self, rows: Sequence[Any], logits_bV: torch.Tensor) -> list[int]:
+        for row in rows:
+            row.generator.manual_seed((row.request.seed + _LARGE * len(row.tokens)) % 2**63)
+        tokens = super().extend(rows, logits_bV)
+        for row, logits_V, token in zip(rows, logits_bV, tokens, strict=True):
+            temperature = row.request.sampling.temperature or 1.0
+            row.logprobs[-1] = float((logits_V.float() / temperature).log_softmax(-1)[token])
+        return tokens
 
 
 class StandIn:

@@ -1,7 +1,7 @@
 """The conformance suite holds for the Hugging Face engine, and each of its properties can fail."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -99,8 +99,8 @@ class DependsOnTheBatch(HfEngine):
 
     batch_invariant = True
 
-    def extend(self, row: Row, logits_V: torch.Tensor) -> int:
-        return super().extend(row, logits_V * (1 + 1e-6 * len(self._active)))
+    def extend(self, rows: Sequence[Row], logits_bV: torch.Tensor) -> list[int]:
+        return super().extend(rows, logits_bV * (1 + 1e-6 * len(self._active)))
 
 
 def test_declared_properties_are_checked(settings: EngineSettings, case: Case) -> None:

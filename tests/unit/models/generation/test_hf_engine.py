@@ -1,6 +1,7 @@
 """The Hugging Face engine beyond what `test_conformance` checks: how it draws, refuses and names tensors."""
 
 import asyncio
+import math
 from collections import Counter
 
 import numpy as np
@@ -20,10 +21,10 @@ from generation_helpers import (
 )
 from tiny_models import make_char_tokenizer
 
+from nemo_rl.models.generation.draws import Distribution, bad_word_ids, banned_tokens, draw, filtered_logprobs
 from nemo_rl.models.generation.hf import HfEngine
-from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, ResponseSoFar, SamplingParams
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, ResponseSoFar
 from nemo_rl.models.generation.responses import joined, rest_of
-from nemo_rl.models.generation.rows import bad_word_ids, banned_tokens, draw, filtered_logprobs
 from nemo_rl.utils.errors import GenerationError
 
 
@@ -57,18 +58,52 @@ def test_bad_words_match_those_of_vllm():
 def test_samples_follow_the_distribution():
     """Chi-square over ten tokens, 20,000 draws: above 33.7 with probability 1e-4."""
     logits = torch.linspace(-1.0, 1.5, 10)
-    sampling = SamplingParams(temperature=0.8)
-    generator = torch.Generator().manual_seed(0)
-    counts = Counter(draw(logits, sampling, generator)[0] for _ in range(20_000))
+    generators = [torch.Generator().manual_seed(seed) for seed in range(200)]
+    rows = logits.expand(200, -1)
+    counts = Counter(each.token for _ in range(100) for each in draw(rows, Distribution(0.8), generators))
     expected = (logits / 0.8).softmax(0) * 20_000
     statistic = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected.tolist()))
     assert statistic < 33.7
 
 
+def test_rare_tokens_keep_their_probability_in_a_large_vocabulary():
+    """Half of the draws among 200,000 tokens are of tokens with 2.5e-6 each, and none is of a filtered token."""
+    logits = torch.full((200_001,), -torch.inf)
+    logits[100_000:] = 0.0
+    logits[-1] = math.log(100_000)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(100)]
+    rows = logits.expand(100, -1)
+    tokens = [each.token for _ in range(10) for each in draw(rows, Distribution(1.0), generators)]
+    assert min(tokens) >= 100_000
+    assert 430 < sum(token == 200_000 for token in tokens) < 570, "4.4 standard deviations"
+    assert len(set(tokens)) > 400
+
+
+def test_rows_are_drawn_as_alone():
+    """Rows with other filters, generators and neighbors get the tokens that each of them gets alone."""
+    logits = torch.randn(6, 5_000, generator=torch.Generator().manual_seed(1)) * 3
+    for distribution in (Distribution(1.0), Distribution(0.7, 5, 0.8, (3, 4)), Distribution(0.0)):
+        generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
+        together = [draw(logits, distribution, generators) for _ in range(3)]
+        for row, generator in enumerate(torch.Generator().manual_seed(seed) for seed in range(6)):
+            alone = [draw(logits[row : row + 1], distribution, [generator])[0] for _ in range(3)]
+            assert [each[row] for each in together] == alone
+            assert not {each.token for each in alone} & set(distribution.banned)
+
+
+def test_logits_that_are_not_finite_give_no_log_probability():
+    logits = torch.zeros(3, 9)
+    logits[1, 4] = torch.nan
+    logits[2, 5] = torch.inf
+    for distribution in (Distribution(1.0), Distribution(0.0)):
+        drawn = draw(logits, distribution, [torch.Generator() for _ in range(3)])
+        assert [math.isnan(each.logprob) for each in drawn] == [False, True, True]
+
+
 @pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.6, 1), (0.61, 2), (0.9, 2), (0.91, 3), (1.0, 4)])
 def test_top_p_keeps_the_smallest_sufficient_set(top_p, kept):
     logits = torch.tensor([0.3, 0.6, 0.07, 0.03]).log()
-    logprobs = filtered_logprobs(logits, SamplingParams(top_p=top_p))
+    logprobs = filtered_logprobs(logits[None], Distribution(1.0, top_p=top_p))[0]
     assert int(logprobs.isfinite().sum()) == kept
     assert logprobs.exp().sum().item() == pytest.approx(1.0)
 

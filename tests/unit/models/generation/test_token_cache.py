@@ -126,3 +126,44 @@ def test_attention_over_passes_is_that_of_the_whole_rows() -> None:
         scores = scores.masked_fill(~torch.ones(len(query), len(query)).tril().bool()[:, None, None], -torch.inf)
         expected = torch.einsum("tgqs,sgd->tgqd", scores.softmax(-1), value).flatten(1)
         torch.testing.assert_close(torch.cat(found[row]), expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_of_very_different_lengths_are_those_of_the_whole_rows(window: int | None) -> None:
+    """Ten rows decode together while an eleventh is read: each output is that of its row alone, in float64."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 2, 3, 5, 8, 70, 13, 64, 65, 130, 9]
+    shapes = (4, 2, 2)
+    cache = TokenCache(sum(lengths) + 12, CPU)
+    rows = [
+        [torch.randn(length + 1, heads, 8, dtype=torch.float64, generator=generator) for heads in shapes]
+        for length in lengths
+    ]
+    *decoding, last = range(len(rows))
+    scoring = Scoring(window=window)
+    for number in decoding:
+        cache.enter(str(number), [number] * lengths[number])
+    step = cache.read({str(number): [] for number in decoding})
+    step.attend(
+        1, *(torch.cat([rows[number][part][:-1] for number in decoding])[:, None] for part in range(3)), scoring
+    )
+    cache.enter(str(last), [99] * lengths[last])
+    order = [*reversed(decoding[:4]), last, *decoding[4:]]
+    step = cache.read({str(number): [] if number == last else [7] for number in order})
+    new = [
+        [
+            row[part][: lengths[last]] if number == last else row[part][-1:]
+            for number, row in ((n, rows[n]) for n in order)
+        ]
+        for part in range(3)
+    ]
+    out = step.attend(1, *(torch.cat(parts)[:, None] for parts in new), scoring).flatten(1)
+    sizes = [lengths[last] if number == last else 1 for number in order]
+    for number, found in zip(order, out.split(sizes), strict=True):
+        query, key, value = (part[: lengths[last]] if number == last else part for part in rows[number])
+        scores = torch.einsum("tgqd,sgd->tgqs", query.unflatten(1, (2, 2)), key) / 8**0.5
+        distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
+        seen = (distance >= 0) & (distance < (window or 1_000))
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        expected = torch.einsum("tgqs,sgd->tgqd", scores.softmax(-1), value).flatten(1)
+        torch.testing.assert_close(found, expected[-len(found) :])
