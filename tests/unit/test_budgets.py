@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 102_950, "all": 134_000}
+LINES = {"core": 103_000, "all": 134_000}
 FILES = {"core": 565, "all": 760}
 FOLDERS = 93
 SHORT_FILES = 47

@@ -1,8 +1,8 @@
 """Compute attention over the keys and values of a cache, for the new tokens of an engine's sequences.
 
 The new tokens of all sequences form one row of the model, and a plan says which cached tokens each of them sees. On
-CPUs, sequences with one new token are computed as rows of padded batches (`_Ends`), because one call for each of them
-takes longer than its arithmetic. Invariant: a token sees the tokens of its own sequence up to itself.
+CPUs, sequences with one new token are computed as rows of padded batches (`_LastTokens`), because a call for each of
+them takes longer than its arithmetic. Invariant: a token sees the tokens of its own sequence up to itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ type KeysAndValues = tuple[Tensor, Tensor]
 """Cached keys `[places, H_kv, D]` and values `[places, H_kv, D_v]` of a layer."""
 
 
-class _Ends(NamedTuple):
+class _LastTokens(NamedTuple):
     """Sequences with one new token each, which sees all tokens of its sequence."""
 
     queries: Tensor
@@ -113,13 +113,13 @@ class CachedPass:
         return out
 
     @cached_property
-    def _ends(self) -> list[_Ends]:
+    def _ends(self) -> list[_LastTokens]:
         """The sequences with one new token, in batches in which no sequence is twice as long as another."""
         pieces = sorted((piece for piece in self.plan.pieces if piece.queries == 1), key=lambda piece: piece.keys)
         groups = groupby(pieces, key=lambda piece: piece.keys.bit_length())
         return [self._batch(list(group)) for _, group in groups]
 
-    def _batch(self, pieces: Sequence[Piece]) -> _Ends:
+    def _batch(self, pieces: Sequence[Piece]) -> _LastTokens:
         longest = max(piece.keys for piece in pieces)
         width = longest + -longest % KEYS_PER_BLOCK
         rows = [self.seen[piece.key_start : piece.key_stop] for piece in pieces]
@@ -128,7 +128,7 @@ class CachedPass:
             torch.tensor(numbers, device=self.seen.device)
             for numbers in ([piece.query_start for piece in pieces], [piece.keys for piece in pieces])
         )
-        return _Ends(queries, pad_sequence(filled, batch_first=True), lengths)
+        return _LastTokens(queries, pad_sequence(filled, batch_first=True), lengths)
 
     @cached_property
     def _rest(self) -> _Rest | None:

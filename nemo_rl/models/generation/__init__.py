@@ -3,7 +3,7 @@
 Importing this package loads no engine. `factory` chooses an engine and builds it in an actor.
 """
 
-from nemo_rl.models.generation.configure import configure_generation_config
+from nemo_rl.compat.public_names import public_names
 from nemo_rl.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
@@ -14,6 +14,8 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 
+__getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.responses"})
+
 __all__ = [
     "GenerationDatumSpec",
     "GenerationInterface",
@@ -22,5 +24,4 @@ __all__ = [
     "GenerationResult",
     "SamplingParams",
     "VersionSpan",
-    "configure_generation_config",
 ]

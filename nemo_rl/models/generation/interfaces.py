@@ -24,7 +24,7 @@ from nemo_rl.models.quantization import WeightQuantization
 from nemo_rl.optimizations.switch import Choice
 from nemo_rl.weight_sync.parts import BlocksByName
 
-__getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.configure"})
+__getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.responses"})
 
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json", "regex", "choice", "grammar"]

@@ -7,14 +7,16 @@ log-probabilities and weight versions of both parts, and ends where one response
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig as HubGenerationConfig
+from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config import GenerationConfig
 from nemo_rl.files.hub_download import described_source
 from nemo_rl.models.generation.interfaces import (
     FinishReason,
@@ -54,9 +56,9 @@ def stop_token_ids(
         ConfigError: The model cannot be found.
     """
     try:
-        generation = GenerationConfig.from_pretrained(described_source(model_name))
+        generation = HubGenerationConfig.from_pretrained(described_source(model_name))
     except OSError:
-        generation = GenerationConfig.from_model_config(load_model_config(model_name, config_overrides))
+        generation = HubGenerationConfig.from_model_config(load_model_config(model_name, config_overrides))
     of_model = generation.eos_token_id
     ids = [] if tokenizer_eos is None else [tokenizer_eos]
     ids += of_model if isinstance(of_model, list) else [] if of_model is None else [of_model]
@@ -121,3 +123,30 @@ def _end_at_stop(so_far: list[int], rest: list[int], stops: Sequence[str], token
     if not stops or not has_stop(len(rest)):
         return len(rest)
     return bisect_left(range(len(rest)), True, key=has_stop)
+
+
+def configure_generation_config[Config: GenerationConfig | MutableMapping[str, Any]](
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    is_eval: bool = False,
+    has_refit_draft_weights: bool = False,
+    trains_mtp: bool = False,
+) -> Config:
+    """Fill in the token that ends an answer and, in a dict, the padding token. Runs call `stop_token_ids` themselves.
+
+    NeMo RL has this function for programs that build `policy.generation` without its examples.
+
+    Args:
+        config: The section `policy.generation`, which is changed in place.
+        is_eval: Has no effect. Engines of a run receive its weights, and engines of an evaluation load them.
+        has_refit_draft_weights: Has no effect. Engines get the weights of `policy.draft` in every sync.
+        trains_mtp: Has no effect. Engines that propose with the policy's own layers get these layers in every sync.
+
+    Returns:
+        `config`.
+    """
+    if config.get("stop_token_ids") is None and tokenizer.eos_token_id is not None:
+        config["stop_token_ids"] = [tokenizer.eos_token_id]
+    if not isinstance(config, GenerationConfig):
+        config["_pad_token_id"] = tokenizer.pad_token_id
+    return config

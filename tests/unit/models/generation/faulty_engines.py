@@ -1,31 +1,35 @@
 """Engines that break one property of the contract each, for tests of the conformance suite."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from unittest import mock
 
 import torch
 
 from nemo_rl.models.generation import rows
+from nemo_rl.models.generation.draws import Distribution, Drawn, filtered_logprobs
+from nemo_rl.models.generation.draws import draw as _draw
 from nemo_rl.models.generation.hf import HfEngine
-from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams, VersionSpan
-from nemo_rl.models.generation.rows import draw as _draw
-from nemo_rl.models.generation.rows import filtered_logprobs
+from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, VersionSpan
 from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.utils.errors import GenerationError
 
-type Drawn = tuple[int, float]
+
+def scored(logits: torch.Tensor, drawn: Sequence[Drawn], distribution: Distribution) -> list[Drawn]:
+    """Return drawn tokens with their log-probabilities in another distribution."""
+    logprobs = filtered_logprobs(logits, distribution)
+    return [Drawn(each.token, float(row[each.token])) for each, row in zip(drawn, logprobs, strict=True)]
 
 
 class TakesTheSecond(HfEngine):
     """At temperature 0 it takes the second likeliest token."""
 
     def step(self) -> list[Finished]:
-        def second(logits: torch.Tensor, params: SamplingParams, *rest: object) -> Drawn:
+        def second(logits: torch.Tensor, params: Distribution, generators: list[torch.Generator]) -> list[Drawn]:
             if params.temperature:
-                return _draw(logits, params, *rest)
-            token = int(logits.topk(2).indices[1])
-            return token, float(logits.float().log_softmax(-1)[token])
+                return _draw(logits, params, generators)
+            tokens = logits.topk(2).indices[:, 1].tolist()
+            return scored(logits, [Drawn(token, 0.0) for token in tokens], Distribution(1.0))
 
         with mock.patch.object(rows, "draw", second):
             return super().step()
@@ -44,11 +48,10 @@ class ReportsRaw(HfEngine):
     changed: tuple[str, ...] = ("temperature",)
 
     def step(self) -> list[Finished]:
-        def raw(logits: torch.Tensor, params: SamplingParams, *rest: object) -> Drawn:
-            token, _ = _draw(logits, params, *rest)
-            kept = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-            plain = SamplingParams(**{name: value for name, value in kept.items() if name not in self.changed})
-            return token, float(filtered_logprobs(logits, plain)[token])
+        def raw(logits: torch.Tensor, params: Distribution, generators: list[torch.Generator]) -> list[Drawn]:
+            plain = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "banned": ()}
+            changed = {name: plain[name] for name in (*self.changed, "banned")}
+            return scored(logits, _draw(logits, params, generators), params._replace(**changed))
 
         with mock.patch.object(rows, "draw", raw):
             return super().step()
@@ -64,9 +67,8 @@ class DrawsTooSharply(HfEngine):
     """It draws from a sharper distribution than the one whose log-probabilities it reports."""
 
     def step(self) -> list[Finished]:
-        def sharp(logits: torch.Tensor, params: SamplingParams, *rest: object) -> Drawn:
-            token, _ = _draw(logits * 1.5, params, *rest)
-            return token, float(filtered_logprobs(logits, params)[token])
+        def sharp(logits: torch.Tensor, params: Distribution, generators: list[torch.Generator]) -> list[Drawn]:
+            return scored(logits, _draw(logits * 1.5, params, generators), params._replace(banned=()))
 
         with mock.patch.object(rows, "draw", sharp):
             return super().step()
