@@ -241,7 +241,9 @@ def check_served(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """
     check_adapter_policy(policy)
     if policy.generation is None:
-        raise ConfigError("policy.generation is null, and a service samples. Set policy.generation.backend to vllm or hf.")
+        raise ConfigError(
+            "policy.generation is null, and a service samples. Set policy.generation.backend to vllm or hf."
+        )
     check_engine_adapters(policy, cluster)
     report_findings(check_zero_mismatch(policy, cluster))
     check_engine_model(policy, cluster)

@@ -38,7 +38,12 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.vllm.adapters.check import adapted_layers
-from nemo_rl.models.generation.vllm.adapters.held import HeldAdapters, SentAdapter, require_layers
+from nemo_rl.models.generation.vllm.adapters.held import (
+    HeldAdapters,
+    SentAdapter,
+    clear_new_blocks,
+    require_layers,
+)
 from nemo_rl.models.generation.vllm.adapters.products import compute_own_products
 from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params, warn_of_weights_only
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
@@ -75,7 +80,7 @@ from nemo_rl.models.generation.vllm.speculation import proposes_with_latent_atte
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, inspect_here, packing_threads, start_threads
-from nemo_rl.utils.errors import DataError, GenerationError
+from nemo_rl.utils.errors import DataError, GenerationError, NonFiniteError
 from nemo_rl.weight_sync.parts import BlocksByName
 
 logger = logging.getLogger(__name__)
@@ -117,6 +122,8 @@ class VllmEngine(SteppedEngine):
     def _build(self, settings: EngineSettings, arguments: EngineArgs) -> None:
         """Build vLLM's engine."""
         keep_own_heads()
+        if settings.holds_adapters:
+            clear_new_blocks()
         if settings.device == "cpu":
             if is_on("model_inspection", settings.optimizations):
                 inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
@@ -260,9 +267,8 @@ class VllmEngine(SteppedEngine):
         if request_id in self._scoring.drawn:
             drawn = None if experts is None else experts[:-1]  # scoring draws another token
             return [with_experts(self._scoring.scored(output), drawn)]
-        response = with_experts(_finished(output), experts)
+        response = with_experts(self._finished(output), experts)
         if self._held is not None:
-            response = self._held.checked(response)
             self._held.note_end(request_id)
         if request_id not in self._scoring.prompts:
             return [response]
@@ -272,6 +278,16 @@ class VllmEngine(SteppedEngine):
         self._scoring.drawn[request_id] = response
         self._read(request_id)
         return []
+
+    def _finished(self, output: RequestOutput) -> Finished:
+        """Return the response of an output. If an adapter overflows, only its own requests fail."""
+        try:
+            return _finished(output)
+        except NonFiniteError:
+            failed = None if self._held is None else self._held.overflowed(output.request_id)
+            if failed is None:
+                raise
+            return failed
 
     @override
     def take_load(self) -> EngineLoad:
@@ -306,7 +322,12 @@ class VllmEngine(SteppedEngine):
             return [], []
         state = self._state(request_id)
         token_ids = list(state.detokenizer.output_token_ids)
-        return token_ids, of_tokens(token_ids, state.logprobs_processor.logprobs)
+        try:
+            return token_ids, of_tokens(token_ids, state.logprobs_processor.logprobs)
+        except NonFiniteError:
+            if self._held is None or self._held.overflowed(request_id) is None:
+                raise
+            return [], []
 
     @override
     def num_tokens(self, request_id: str) -> int:

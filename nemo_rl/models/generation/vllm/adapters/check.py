@@ -17,6 +17,7 @@ from nemo_rl.models.adapters.slots import linear_names, slot_names
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.load import auto_class, load_model_config, reads_more_than_text
 from nemo_rl.models.huggingface.recurrent import has_states
+from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.training.low_rank import select_modules
 from nemo_rl.utils.errors import ConfigError
 
@@ -40,8 +41,8 @@ def check_adapters(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         if (size := getattr(engine, name)) > 1:
             raise ConfigError(
-                f"Adapters in vLLM are proven for undivided engines, and policy.generation.engine.{name}={size}. Set it "
-                "to 1; more engines share the requests."
+                f"Adapters in vLLM are proven for undivided engines, and policy.generation.engine.{name}={size}. "
+                "Set it to 1; more engines share the requests."
             )
     if given.get("speculative_config") is not None:
         raise ConfigError(
@@ -55,6 +56,7 @@ def check_adapters(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     unproven = {
         "reads more than text": reads_more_than_text(model),
         "has layers with states": has_states(model),
+        "has experts": bool(expert_parameters_of(model)),
         "has latent attention": getattr(model.get_text_config(), "kv_lora_rank", None) is not None,
     }
     for what, has_it in unproven.items():

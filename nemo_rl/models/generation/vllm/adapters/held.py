@@ -7,7 +7,6 @@ are dropped like those of all weights (`engine.VllmEngine.finish_loading`).
 """
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.adapters.tensors import AdapterTensors
@@ -53,7 +53,8 @@ class HeldAdapters:
         assert config is not None, "the engine was built for adapters"
         if adapter.shape.rank > config.max_lora_rank:
             raise GenerationError(
-                f"The adapter {name!r} has rank {adapter.shape.rank}, and the slots of this engine {config.max_lora_rank}."
+                f"The adapter {name!r} has rank {adapter.shape.rank}, and the slots of this engine have "
+                f"{config.max_lora_rank}."
             )
         number = next(self._ids)
         scalings = {layer: pair.scaling for layer, pair in adapter.pairs.items()}
@@ -88,13 +89,13 @@ class HeldAdapters:
         if adapter is not None and adapter not in (*self._requests.values(), *self._running.values()):
             self._free(adapter)
 
-    def checked(self, response: Finished) -> Finished:
-        """Return the response of a request that still runs, with an error if its adapter gave no finite logits."""
-        adapter = self._running.get(response.request_id)
-        if adapter is None or all(map(math.isfinite, response.logprobs)):
-            return response
+    def overflowed(self, request_id: str) -> Finished | None:
+        """Return the failure of a running request whose logits are not finite, or None if it has no adapter."""
+        adapter = self._running.get(request_id)
+        if adapter is None:
+            return None
         name = adapter.lora_name.rpartition(" ")[0]
-        return Finished(response.request_id, [], [], "abort", f"The logits of {name!r} are not finite.")
+        return Finished(request_id, [], [], "abort", f"The logits of {name!r} are not finite.")
 
     def _free(self, adapter: LoRARequest) -> None:
         self.engine.collective_rpc(partial(free_adapter, number=adapter.lora_int_id))
@@ -159,13 +160,23 @@ def scaled(parameters: Mapping[str, Tensor], scalings: Mapping[str, float]) -> d
     return found
 
 
+def clear_new_blocks() -> None:
+    """Let vLLM in this process set the blocks of its cache to 0 before a request uses them. Call it before vLLM starts.
+
+    vLLM multiplies all keys and values of a block, and those after the last token by 0. If an adapter has overflowed,
+    its blocks contain NaN, which would spoil the requests that get the blocks next.
+    """
+    kind: Any = KVCacheConfig
+    kind.needs_kv_cache_zeroing = property(lambda config: True)
+
+
 def require_layers(engine: LLMEngine, layers: Sequence[str]) -> None:
     """Check that vLLM adapts the layers.
 
     Raises:
         ConfigError: It does not. The message names them.
     """
-    (unfit,) = engine.collective_rpc(partial(unfit_layers, layers=layers))
+    (unfit,) = engine.collective_rpc(partial(unfit_layers, layers=layers)) if layers else ([],)
     if unfit:
         raise ConfigError(
             f"vLLM has no place for adapters of {len(unfit)} of {len(layers)} layers, for example {unfit[0]!r}. Set "
