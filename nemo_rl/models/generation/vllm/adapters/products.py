@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
-from vllm.platforms import current_platform
 
 
 class AdapterRows(NamedTuple):
@@ -132,6 +131,8 @@ def _compact(rows: list[int]) -> slice | Tensor:
 
 def compute_own_products() -> None:
     """Let vLLM compute adapters with `AdapterProducts` in this process. On CPUs, call this before vLLM starts."""
-    kind: Any = type(current_platform)
+    from vllm.platforms.cpu import CpuPlatform  # vLLM also imports it on CPUs only
+
+    platform: Any = CpuPlatform
     path = f"{AdapterProducts.__module__}.{AdapterProducts.__qualname__}"
-    kind.get_punica_wrapper = classmethod(lambda cls: path)
+    platform.get_punica_wrapper = classmethod(lambda cls: path)
