@@ -19,9 +19,9 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 102_950, "all": 134_000}
+LINES = {"core": 103_560, "all": 134_160}
 FILES = {"core": 565, "all": 760}
-FOLDERS = 93
+FOLDERS = 94
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4

@@ -70,8 +70,6 @@ class AdapterProducts(PunicaWrapperBase):
         lora_b_stacked: tuple[Tensor, ...],
         scale: float,
         output_slices: tuple[int, ...],
-        *,
-        buffer: tuple[Tensor, ...] | None = None,
         **others: Any,
     ) -> None:
         """Add products to the output of a linear layer, which consists of one part for each pair of matrices."""
@@ -90,8 +88,6 @@ class AdapterProducts(PunicaWrapperBase):
         lora_a_stacked: Tensor,
         lora_b_stacked: Tensor,
         scale: float,
-        *,
-        buffer: Tensor | None = None,
         **others: Any,
     ) -> None:
         """Add products to the logits of the positions that are sampled."""
