@@ -20,7 +20,7 @@ OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
 LINES = {"core": 103_560, "all": 134_160}
-FILES = {"core": 565, "all": 760}
+FILES = {"core": 569, "all": 764}
 FOLDERS = 94
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
