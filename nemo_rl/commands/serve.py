@@ -54,7 +54,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _open_models(config: "ServiceMasterConfig") -> "tuple[AdapterModels, Callable[[], None]]":
     from nemo_rl.serving.models import open_models
 
-    models = open_models(config.policy, config.cluster, config.service.seed)
+    service = config.service
+    models = open_models(config.policy, config.cluster, service.seed, max_rank=service.max_rank)
     return models, models.close
 
 

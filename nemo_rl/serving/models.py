@@ -25,7 +25,12 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.models.adapters.tensors import AdapterTensors
 from nemo_rl.models.generation.engine_group import EngineGroup
-from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines
+from nemo_rl.models.generation.factory import (
+    check_engine_adapters,
+    check_engine_model,
+    engine_settings,
+    make_engines,
+)
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.models.generation.responses import stop_token_ids
 from nemo_rl.models.huggingface.load import load_model_config
@@ -235,14 +240,18 @@ def check_served(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         ConfigError: a setting is not supported. The message names it.
     """
     check_adapter_policy(policy)
-    if policy.generation is None or policy.generation.backend != "hf":
-        found = "null" if policy.generation is None else policy.generation.backend
-        raise ConfigError(f"Only the engine hf has adapters so far: policy.generation.backend={found}. Set it to hf.")
+    if policy.generation is None:
+        raise ConfigError(
+            "policy.generation is null, and a service samples. Set policy.generation.backend to vllm or hf."
+        )
+    check_engine_adapters(policy, cluster)
     report_findings(check_zero_mismatch(policy, cluster))
     check_engine_model(policy, cluster)
 
 
-def open_models(policy: PolicyConfig, cluster: ClusterConfig, seed: int, name: str = "served") -> ServedModels:
+def open_models(
+    policy: PolicyConfig, cluster: ClusterConfig, seed: int, name: str = "served", max_rank: int = 64
+) -> ServedModels:
     """Start the ranks and engines of a base model, and block until they are ready.
 
     With `policy.zero_mismatch=true` the engines continue many rows at once, and the bits of a row do not depend on the
@@ -253,6 +262,7 @@ def open_models(policy: PolicyConfig, cluster: ClusterConfig, seed: int, name: s
         cluster: devices and time limits.
         seed: seed of the ranks and engines. Requests have their own seeds.
         name: beginning of the names of the processes, which differs between the models of one Ray.
+        max_rank: largest rank of an adapter.
 
     Raises:
         ConfigError: the configuration cannot be served.
@@ -269,7 +279,7 @@ def open_models(policy: PolicyConfig, cluster: ClusterConfig, seed: int, name: s
         ranks = AdapterPolicy(places, plain, cluster, name_prefix=f"{name}_rank", seed=seed)
         resources.callback(ranks.shutdown)
         settings = engine_settings(policy, cluster, seed, load_weights=True)
-        settings = replace(settings, can_sleep=False, holds_adapters=True)
+        settings = replace(settings, can_sleep=False, holds_adapters=True, max_adapter_rank=max_rank)
         engines = make_engines(settings, places, cluster, name_prefix=f"{name}_engine")
         resources.callback(engines.shutdown)
         timeout_s = cluster.timeouts.weight_sync_s

@@ -38,17 +38,19 @@ def test_grpo_with_lora_learns(start_example: StartExample, tmp_path) -> None:
 
 REFITTED = (
     *("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=16"),
-    *("policy.optimizer.kwargs.lr=1e-3", "policy.generation.backend=hf", "checkpointing.enabled=false"),
+    *("policy.optimizer.kwargs.lr=1e-3", "checkpointing.enabled=false"),
     *("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.val_period=2"),
 )
 
 
-def test_adapters_alone_train_like_merged_weights(start_example: StartExample, tmp_path) -> None:
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_adapters_alone_train_like_merged_weights(engine: str, start_example: StartExample, tmp_path) -> None:
     """The second step and the validation after it are sampled with adapters that have changed."""
     runs: dict[str, Metrics] = {}
     megabytes: dict[str, float] = {}
     for mode in ("merged", "adapter"):
-        run = start_example("run_grpo.py", CONFIG, *REFITTED, f"policy.generation.lora_refit_mode={mode}", logs=mode)
+        keys = (f"policy.generation.backend={engine}", f"policy.generation.lora_refit_mode={mode}")
+        run = start_example("run_grpo.py", CONFIG, *REFITTED, *keys, logs=mode)
         assert run.finish() == 0, run.log()[-3000:]
         runs[mode] = read_metrics(run.log_dir)
         megabytes[mode] = runs[mode]["refit", 2, "sync_mb"]
@@ -61,29 +63,34 @@ def test_adapters_alone_train_like_merged_weights(start_example: StartExample, t
     assert megabytes["adapter"] < megabytes["merged"] / 5
 
 
-ADAPTER_ONLY = ("policy.generation.lora_refit_mode=adapter", "policy.generation.backend=hf")
+ADAPTER_ONLY = ("policy.generation.lora_refit_mode=adapter",)
+OF_HF = (*ADAPTER_ONLY, "policy.generation.backend=hf")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engines", [(), ADAPTER_ONLY], ids=["merged", "adapter"])
+@pytest.mark.parametrize("engines", [(), OF_HF, ADAPTER_ONLY], ids=["merged", "adapter", "vllm adapter"])
 def test_a_killed_run_resumes_bit_for_bit(engines: tuple[str, ...], start_example: StartExample, tmp_path) -> None:
     overrides = (*LORA, *engines, "grpo.max_num_steps=8")
     killed_and_resumed(start_example, "run_grpo.py", CONFIG, overrides, tmp_path, steps=8)
 
 
 @pytest.mark.long
-def test_adapters_alone_reach_engines_of_their_own_ahead_and_after_a_death(start_example: StartExample) -> None:
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_adapters_alone_reach_engines_of_their_own_ahead_and_after_a_death(
+    engine: str, start_example: StartExample
+) -> None:
     """Two ranks train, and two engines sample ahead. Running answers go on with the new adapter, and an engine dies."""
     run = start_example(
         "run_grpo.py",
         CONFIG,
         *(*REFITTED, *ADAPTER_ONLY, "grpo.max_num_steps=6", "cluster.ranks_per_node=2"),
+        f"policy.generation.backend={engine}",
         *("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.ranks_per_node=2"),
         *("policy.generation.weight_sync.transport=collective", "grpo.overlap.mode=ahead"),
         "grpo.overlap.in_flight_weight_updates=true",
     )
     run.wait_for("step 2/6")
-    run.kill("ray::hf_engine", "ray::GenerationWorker")
+    run.kill(f"ray::{engine}_engine", "ray::GenerationWorker")
     assert run.finish() == 0, run.log()[-3000:]
     assert "restarting it" in run.log()
     metrics = read_metrics(run.log_dir)

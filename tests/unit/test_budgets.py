@@ -19,9 +19,9 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 103_000, "all": 134_000}
-FILES = {"core": 565, "all": 760}
-FOLDERS = 93
+LINES = {"core": 103_820, "all": 134_500}
+FILES = {"core": 570, "all": 766}
+FOLDERS = 94
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4

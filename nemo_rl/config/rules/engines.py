@@ -254,10 +254,10 @@ def check_lora_refit(policy: PolicyConfig) -> Findings:
         )
     elif not policy.dtensor_cfg.lora_cfg.enabled:
         yield f"{what} needs adapters that are trained. Set policy.dtensor_cfg.lora_cfg.enabled=true, {otherwise}."
-    if generation.backend != "hf":
+    if generation.backend not in ("hf", "vllm"):
         yield (
             f"{what} needs an engine that computes base and adapter, and policy.generation.backend="
-            f"{generation.backend} gets merged weights only. Set policy.generation.backend=hf, {otherwise}."
+            f"{generation.backend} gets merged weights only. Set policy.generation.backend=vllm or hf, {otherwise}."
         )
     if generation.engine.precision == "fp8":
         yield (

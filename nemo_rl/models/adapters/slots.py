@@ -89,8 +89,7 @@ def put_slots(hf: PreTrainedModel) -> AdapterSlots:
     Raises:
         ConfigError: the model has no linear layer that can be adapted.
     """
-    head = hf.get_output_embeddings()
-    names = linear_names(hf) + [name for name, module in hf.named_modules() if module is head and _is_linear(module)]
+    head, names = hf.get_output_embeddings(), slot_names(hf)
     if not names:
         raise ConfigError(f"{type(hf).__name__} has no linear layers, so it cannot have adapters.")
     compute_unfused(hf)
@@ -114,6 +113,12 @@ def _without_dropout(hf: PreTrainedModel) -> None:
         for name in ("attention_dropout", "dropout_p"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+
+
+def slot_names(hf: PreTrainedModel) -> list[str]:
+    """Return the names of the layers that adapters may have: `linear_names`, and the output head if it is linear."""
+    head = hf.get_output_embeddings()
+    return linear_names(hf) + [name for name, module in hf.named_modules() if module is head and _is_linear(module)]
 
 
 def linear_names(hf: PreTrainedModel) -> list[str]:

@@ -39,7 +39,8 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
     """Build the settings of the engine that `policy.generation` describes.
 
     Args:
-        load_weights: Whether to load the checkpoint at the start, for evaluation. In training, weights are synced.
+        load_weights: Whether to load the checkpoint at the start, for evaluation. In training, weights are synced, and
+            engines load them only if a sync sends adapters alone.
 
     Raises:
         ConfigError: `policy.generation` is missing.
@@ -51,6 +52,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
     quantization = weight_quantization(policy, cluster)
     kv_cache_mb = engine.kv_cache_memory_mb
     kv_cache_bytes = None if kv_cache_mb is None else kv_cache_mb << 20
+    load_weights = load_weights or policy.sends_adapters
     if kv_cache_bytes is None and not cluster.uses_gpu:
         kv_cache_bytes = _cpu_kv_cache_bytes(policy, generation)
     return EngineSettings(
@@ -151,6 +153,25 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     if kind.check is not None:
         named = f"{kind.check} of policy.generation.backend"
         refuse = import_dotted(kind.check, ConfigError, named, "It is part of nemo_rl.")
+        refuse(policy, cluster)
+    if policy.sends_adapters:
+        check_engine_adapters(policy, cluster)
+
+
+def check_engine_adapters(policy: PolicyConfig, cluster: ClusterConfig) -> None:
+    """Refuse settings with which an engine does not compute adapters. No process is started.
+
+    Raises:
+        ConfigError: the message names the setting.
+    """
+    backend = policy.sampling.backend
+    kind = engine_kind(backend)
+    if not kind.has_adapters:
+        having = " or ".join(name for name, each in ENGINES.items() if each.has_adapters)
+        raise ConfigError(f"policy.generation.backend={backend} has no adapters. Set it to {having}.")
+    if kind.check_adapters is not None:
+        named = f"{kind.check_adapters} of policy.generation.backend"
+        refuse = import_dotted(kind.check_adapters, ConfigError, named, "It is part of nemo_rl.")
         refuse(policy, cluster)
 
 

@@ -272,6 +272,8 @@ class EngineSettings:
     """Whether log-probabilities must have the trainer's bits (`host.row_invariance`)."""
     holds_adapters: bool = False
     """Whether requests may name adapters. The engine then has methods `add_adapter` and `drop_adapter`."""
+    max_adapter_rank: int = 64
+    """Largest rank of such adapters, for engines that reserve memory for them."""
     lora: LoraConfig | None = None
     """Layers and shape of the adapter that every sync sends in place of all weights. None if all weights are sent."""
     trains_mtp: bool = False

@@ -65,6 +65,10 @@ class EngineKind:
     """Whether the engine returns the experts of tokens (`EngineSettings.reports_experts`)."""
     speculates: bool = False
     """Whether the engine can propose tokens with a draft model or MTP layers that the policy trains."""
+    has_adapters: bool = False
+    """Whether the engine computes adapters (`EngineSettings.holds_adapters`, `EngineSettings.lora`)."""
+    check_adapters: str | None = None
+    """Dotted path of a function like `check`, which refuses adapters that the engine cannot compute."""
     arguments: Callable[[PolicyConfig], dict[str, Any]] = _own_arguments
     """Function from the section `policy` to further arguments of the engine (`EngineSettings.engine_kwargs`)."""
     drops_weights: Callable[[GenerationConfig], bool] = lambda generation: False
@@ -86,6 +90,8 @@ ENGINES = {
         accepts_grammars=True,
         reports_experts=True,
         speculates=True,
+        has_adapters=True,
+        check_adapters="nemo_rl.models.generation.vllm.adapters.check.check_adapters",
         arguments=vllm_arguments,
         drops_weights=lambda generation: generation.vllm_cfg.sleep_level == 2,
     ),
@@ -94,6 +100,7 @@ ENGINES = {
         path_without_mismatch="nemo_rl.models.generation.hf.ContinuousHfEngine",
         check="nemo_rl.models.generation.hf.check_model",
         accepts_inputs=True,
+        has_adapters=True,
     ),
     "megatron": EngineKind(
         "nemo_rl.models.generation.megatron.engine.MegatronEngine",

@@ -74,9 +74,9 @@ REFUSED: list[tuple[list[str], str]] = [
     *(
         (
             [LORA, *ONLY_ADAPTERS, f"policy.generation.backend={engine}"],
-            rf"policy\.generation\.backend={engine} gets merged weights only\. Set policy\.generation\.backend=hf, or",
+            rf"policy\.generation\.backend={engine} gets merged weights only\. Set .*backend=vllm or hf, or",
         )
-        for engine in ("vllm", "megatron", "sglang", "my.Engine")
+        for engine in ("megatron", "sglang", "my.Engine")
     ),
     (
         [LORA, *ONLY_ADAPTERS, "policy.generation.engine.precision=fp8"],

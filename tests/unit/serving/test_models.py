@@ -333,7 +333,7 @@ def test_an_engine_that_dies_gets_its_samplers_again(models, loop):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"generation": {"backend": "vllm"}}, "policy.generation.backend=vllm. Set it to hf"),
+        ({"generation": {"backend": "megatron"}}, "backend=megatron has no adapters. Set it to vllm or hf"),
         ({"dtensor_cfg": {"tensor_parallel_size": 2}}, "dtensor_cfg.tensor_parallel_size=2"),
         ({"dtensor_cfg": {"context_parallel_size": 2}}, "dtensor_cfg.context_parallel_size=2"),
         ({"dtensor_cfg": {"pipeline_parallel_size": 2}}, "dtensor_cfg.pipeline_parallel_size=2"),

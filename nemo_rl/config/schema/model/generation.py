@@ -354,7 +354,7 @@ class GenerationConfig(Section):
     lora_refit_mode: Literal["merged", "adapter"] = "merged"
     """Weights that a sync sends if adapters are trained. merged: all weights, with the adapter added; adapter: the
     adapter's matrices only. Engines then read the base weights of policy.model_name at their start, and compute base
-    and adapter. adapter needs policy.dtensor_cfg.lora_cfg.enabled=true and backend=hf."""
+    and adapter. adapter needs policy.dtensor_cfg.lora_cfg.enabled=true, and backend=vllm or hf."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """Keys that every engine reads."""
     vllm_cfg: Annotated[VllmConfig, _VLLM] = Field(default_factory=VllmConfig)

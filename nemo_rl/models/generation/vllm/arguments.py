@@ -26,6 +26,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from nemo_rl.files.hub_download import described_source, pinned
 from nemo_rl.files.trusted_code import may_run
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
+from nemo_rl.models.generation.vllm.adapters.check import adapter_arguments
 from nemo_rl.models.generation.vllm.drafting import TRAINED_LAYERS
 from nemo_rl.models.generation.vllm.grammars import structured_outputs
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
@@ -100,11 +101,14 @@ _MAX_GRAPH_REQUESTS = 1024
 _DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
-def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None) -> EngineArgs:
+def engine_arguments(
+    settings: EngineSettings, draft_folder: Path | None = None, adapted: Sequence[str] = ()
+) -> EngineArgs:
     """Translate the library's settings of an engine into those of vLLM.
 
     Args:
         draft_folder: Folder with the description of the draft model that is trained with the policy; see `drafting`.
+        adapted: Names of the layers that adapters may have.
     """
     speculation = speculation_of(settings.engine_kwargs)
     values: dict[str, Any] = {
@@ -145,7 +149,7 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
         values["max_num_seqs"] = CPU_SEQUENCES
         if settings.num_workers == 1:
             values["distributed_executor_backend"] = UniProcExecutor
-    values |= _graphs(settings)
+    values |= _graphs(settings) | adapter_arguments(settings, adapted)
     if settings.kv_cache_bytes is not None:
         values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     else:

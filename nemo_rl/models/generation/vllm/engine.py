@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -25,6 +26,7 @@ from vllm.v1.executor import uniproc_executor
 
 from nemo_rl.data.images.rows import RowImages, require_images
 from nemo_rl.data.routed_experts import Experts
+from nemo_rl.models.adapters.tensors import AdapterTensors
 from nemo_rl.models.generation.engine_load import EngineLoad
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
@@ -35,6 +37,14 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.responses import sampled_text
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.models.generation.vllm.adapters.check import adapted_layers
+from nemo_rl.models.generation.vllm.adapters.held import (
+    HeldAdapters,
+    SentAdapter,
+    clear_new_blocks,
+    require_layers,
+)
+from nemo_rl.models.generation.vllm.adapters.products import compute_own_products
 from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params, warn_of_weights_only
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
 from nemo_rl.models.generation.vllm.cpu_build import (
@@ -70,7 +80,7 @@ from nemo_rl.models.generation.vllm.speculation import proposes_with_latent_atte
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, inspect_here, packing_threads, start_threads
-from nemo_rl.utils.errors import DataError, GenerationError
+from nemo_rl.utils.errors import DataError, GenerationError, NonFiniteError
 from nemo_rl.weight_sync.parts import BlocksByName
 
 logger = logging.getLogger(__name__)
@@ -90,8 +100,12 @@ class VllmEngine(SteppedEngine):
         self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
         self._vllm_ids: dict[str, str] = {}
         self._scoring = ResponseScoring()
+        adapted = adapted_layers(settings)
         with described(settings.draft) as draft_folder:
-            self._build(settings, engine_arguments(settings, draft_folder))
+            self._build(settings, engine_arguments(settings, draft_folder, adapted))
+        require_layers(self._engine, adapted)
+        self._held = HeldAdapters(self._engine) if settings.holds_adapters else None
+        self._sent = None if settings.lora is None else SentAdapter(self._engine, settings.lora, adapted)
         if settings.quantization is not None and settings.quantization.simulated:
             self._engine.collective_rpc(partial(round_activations, quantization=settings.quantization))
         on_cpu = settings.device == "cpu"
@@ -108,6 +122,8 @@ class VllmEngine(SteppedEngine):
     def _build(self, settings: EngineSettings, arguments: EngineArgs) -> None:
         """Build vLLM's engine."""
         keep_own_heads()
+        if settings.holds_adapters:
+            clear_new_blocks()
         if settings.device == "cpu":
             if is_on("model_inspection", settings.optimizations):
                 inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
@@ -115,6 +131,7 @@ class VllmEngine(SteppedEngine):
             repair_speculation()
             rotate_each_head()
             serve_experts_without_gate()
+            compute_own_products()
         if hasattr(os, "memfd_create"):
             # # Without this, vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file
@@ -134,12 +151,16 @@ class VllmEngine(SteppedEngine):
                 f"{self._max_model_len}{more} (policy.generation.engine.max_model_len)."
             )
         images = None if request.row_inputs is None else request.row_inputs.images
+        adapter = self._adapter_of(request)
         try:
             require_images(request.prompt_token_ids, request.row_inputs, self._media_tokens)
-            self._submit(request_id, request.prompt_token_ids, self._sampling_params(request, room), images=images)
+            params = self._sampling_params(request, room)
+            self._submit(request_id, request.prompt_token_ids, params, images=images, adapter=adapter)
         except (VLLMValidationError, ValueError, DataError) as refusal:
             what = "vLLM refused a prompt" if request.sampling.grammar is None else REFUSED
             raise GenerationError(f"{what}: {refusal}") from refusal
+        if self._held is not None and adapter is not None:
+            self._held.note_start(request_id, adapter)
         if will_be_scored:
             self._scoring.prompts[request_id] = request.prompt_token_ids
             if images is not None:
@@ -153,6 +174,30 @@ class VllmEngine(SteppedEngine):
             return str(refusal)
         return None
 
+    def add_adapter(self, name: str, adapter: AdapterTensors) -> None:
+        """Hold an adapter for requests that name it (`Engine`)."""
+        assert self._held is not None, "EngineSettings.holds_adapters"
+        self._held.add(name, adapter)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter (`Engine`)."""
+        assert self._held is not None, "EngineSettings.holds_adapters"
+        self._held.drop(name)
+
+    def _adapter_of(self, request: GenerationRequest) -> LoRARequest | None:
+        """Return the adapter that answers a request.
+
+        Raises:
+            GenerationError: The engine does not have it, or cannot score a response with it.
+        """
+        if self._held is None and request.adapter is not None:
+            raise GenerationError(f"This engine has no adapters, and the request names {request.adapter!r}.")
+        if self._held is not None and is_scored(request.sampling):
+            raise GenerationError("vLLM cannot score responses of a demanded form in an engine with adapters.")
+        if self._held is not None and request.adapter is not None:
+            return self._held.of_name(request.adapter)
+        return None if self._sent is None else self._sent.request
+
     def _submit(
         self,
         request_id: str,
@@ -160,16 +205,19 @@ class VllmEngine(SteppedEngine):
         params: VllmSamplingParams,
         priority: int = 0,
         images: RowImages | None = None,
+        adapter: LoRARequest | None = None,
     ) -> None:
         """Add a request. vLLM starts it before waiting requests with a larger `priority`."""
         salt = None if self._recomputes_cache else str(self._num_updates)  # share keys and values within one version
         prompt = prompt_of(token_ids, images, salt)
-        self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, params, priority=priority)
+        add = partial(self._engine.add_request, lora_request=adapter, priority=priority)
+        self._vllm_ids[request_id] = add(request_id, prompt, params)
 
     def _read(self, request_id: str) -> None:
         """Let vLLM read a drawn response before waiting requests, because a caller waits for the complete response."""
         images = self._scoring.images.get(request_id)
-        self._submit(request_id, self._scoring.tokens_to_read(request_id), reading(), priority=-1, images=images)
+        tokens, adapter = self._scoring.tokens_to_read(request_id), None if self._sent is None else self._sent.request
+        self._submit(request_id, tokens, reading(), priority=-1, images=images, adapter=adapter)
 
     def _sampling_params(self, request: GenerationRequest, room: int) -> VllmSamplingParams:
         eos: int | None = getattr(self._engine.renderer.tokenizer, "eos_token_id", None)
@@ -219,7 +267,9 @@ class VllmEngine(SteppedEngine):
         if request_id in self._scoring.drawn:
             drawn = None if experts is None else experts[:-1]  # scoring draws another token
             return [with_experts(self._scoring.scored(output), drawn)]
-        response = with_experts(_finished(output), experts)
+        response = with_experts(self._finished(output), experts)
+        if self._held is not None:
+            self._held.note_end(request_id)
         if request_id not in self._scoring.prompts:
             return [response]
         if response.error is not None:
@@ -228,6 +278,16 @@ class VllmEngine(SteppedEngine):
         self._scoring.drawn[request_id] = response
         self._read(request_id)
         return []
+
+    def _finished(self, output: RequestOutput) -> Finished:
+        """Return the response of an output. If an adapter overflows, only its own requests fail."""
+        try:
+            return _finished(output)
+        except NonFiniteError:
+            failed = None if self._held is None else self._held.overflowed(output.request_id)
+            if failed is None:
+                raise
+            return failed
 
     @override
     def take_load(self) -> EngineLoad:
@@ -242,6 +302,8 @@ class VllmEngine(SteppedEngine):
             experts = self._experts_so_far(request_id, len(token_ids))
             removed.append(with_experts(Finished(request_id, token_ids, logprobs, "abort"), experts))
             self._scoring.forget(request_id)
+            if self._held is not None:
+                self._held.note_end(request_id)
         self._engine.abort_request([self._vllm_ids.pop(request_id) for request_id in request_ids], internal=True)
         return removed
 
@@ -260,7 +322,12 @@ class VllmEngine(SteppedEngine):
             return [], []
         state = self._state(request_id)
         token_ids = list(state.detokenizer.output_token_ids)
-        return token_ids, of_tokens(token_ids, state.logprobs_processor.logprobs)
+        try:
+            return token_ids, of_tokens(token_ids, state.logprobs_processor.logprobs)
+        except NonFiniteError:
+            if self._held is None or self._held.overflowed(request_id) is None:
+                raise
+            return [], []
 
     @override
     def num_tokens(self, request_id: str) -> int:
@@ -272,7 +339,8 @@ class VllmEngine(SteppedEngine):
     def weights_not_finite(self) -> list[str]:
         """Return vLLM's names of weights that are not finite. Packed weights are not checked."""
         of_ranks = self._engine.collective_rpc(non_finite_parameters)
-        return list(dict.fromkeys(name for names in of_ranks for name in names))
+        found = [name for names in of_ranks for name in names]
+        return list(dict.fromkeys([*found, *(self._sent.spoilt if self._sent is not None else [])]))
 
     def _start_threads(self, settings: EngineSettings) -> ThreadChoice | None:
         """Choose the number of threads of a one-process engine on CPUs, unless the run configures it."""
@@ -310,11 +378,17 @@ class VllmEngine(SteppedEngine):
 
     @override
     def start_loading(self) -> None:
+        if self._sent is not None:
+            self._sent.begin()
+            return
         with packing_threads():
             self._engine.collective_rpc(begin_reload)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Load some of the new tensors. All other ranks load the tensors that they receive."""
+        if self._sent is not None:
+            self._sent.receive(tensors)
+            return
         with packing_threads():
             load_tensors(self._engine.model_executor.driver_worker, tensors)
 
@@ -329,7 +403,8 @@ class VllmEngine(SteppedEngine):
     def finish_loading(self, *, changed: bool) -> list[str]:
         """Activate the weights. With `recomputes_cache`, vLLM computes running requests again."""
         with packing_threads():
-            of_ranks = self._engine.collective_rpc(finish_reload)
+            sent = self._sent
+            of_ranks = self._engine.collective_rpc(finish_reload) if sent is None else [sent.finish()]
         if changed:
             self._num_updates += 1
             if self._recomputes_cache:
@@ -344,6 +419,8 @@ class VllmEngine(SteppedEngine):
 
     def weights_not_as_sent(self) -> list[str]:
         """Return vLLM's names of weights that differ from what the last update sent (`recurrent`)."""
+        if self._sent is not None:
+            return []
         return self._of_workers(self._engine.collective_rpc(altered_weights))
 
     def _of_workers(self, of_ranks: list[list[str]]) -> list[str]:
