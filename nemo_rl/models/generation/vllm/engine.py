@@ -67,6 +67,7 @@ from nemo_rl.models.generation.vllm.running_model import (
     take_reads,
 )
 from nemo_rl.models.generation.vllm.speculation import proposes_with_latent_attention, speculation_of
+from nemo_rl.models.generation.vllm.zero_mismatch.operations import compute_as_the_trainer
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, inspect_here, packing_threads, start_threads
@@ -115,6 +116,8 @@ class VllmEngine(SteppedEngine):
             repair_speculation()
             rotate_each_head()
             serve_experts_without_gate()
+            if settings.zero_mismatch:
+                compute_as_the_trainer()
         if hasattr(os, "memfd_create"):
             # # Without this, vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file
