@@ -9,7 +9,7 @@ reads and writes them. Invariant: a token sees the tokens of its own sequence up
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,18 +36,25 @@ class PagedStep(CPUAttentionMetadata):
 
 
 class PagedStepBuilder(CPUAttentionMetadataBuilder):
-    """Describe each step by cache positions, in addition to what vLLM's kernel needs."""
+    """Describe each step by cache positions."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedStep:
         """Describe a step (`AttentionMetadataBuilder.build`)."""
-        described = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        values = {each.name: getattr(described, each.name) for each in fields(described)}
-        starts, lengths = described.query_start_loc.tolist(), described.seq_lens.tolist()
-        seen = [
-            positions_of(blocks, length, self.block_size)
-            for blocks, length in zip(described.block_table, lengths, strict=False)
-        ]
-        return PagedStep(**values, seen=torch.cat(seen), plan=plan_of(starts, lengths))
+        step, blocks = common_attn_metadata, common_attn_metadata.block_table_tensor
+        starts, lengths = step.query_start_loc.tolist(), step.seq_lens.tolist()
+        seen = [positions_of(own, length, self.block_size) for own, length in zip(blocks, lengths, strict=False)]
+        return PagedStep(
+            num_actual_tokens=step.num_actual_tokens,
+            max_query_len=step.max_query_len,
+            query_start_loc=step.query_start_loc,
+            max_seq_len=step.max_seq_len,
+            seq_lens=step.seq_lens,
+            block_table=blocks,
+            slot_mapping=step.slot_mapping,
+            scheduler_metadata=None,  # for vLLM's kernel
+            seen=torch.cat(seen),
+            plan=plan_of(starts, lengths),
+        )
 
 
 def positions_of(blocks: Tensor, length: int, block_size: int) -> Tensor:
