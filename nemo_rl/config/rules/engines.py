@@ -4,7 +4,7 @@
 engine by engine, and within an engine by tensor parallelism first. Invariant: an engine that fits on a machine is on
 one machine. A larger engine uses whole machines, and so do its tensor-parallel groups unless they fit on one machine.
 
-`policy.zero_mismatch` needs an engine with the trainer's layers, and undivided matrix products. `invariant_gradients`
+`policy.zero_mismatch` needs an engine that computes as the trainer, and undivided matrix products. `invariant_gradients`
 needs the PyTorch-native backend, sharded over data-parallel ranks only, and nothing that depends on several rows.
 """
 
@@ -203,8 +203,8 @@ def _check_servers(section: str, generation: GenerationConfig, counts: Sequence[
 
 _ZERO = "policy.zero_mismatch=true"
 ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-_LAYERS_OF = {"hf": "dtensor_cfg", "megatron": "megatron_cfg"}
-"""Engines that compute the layers of a training backend, and the sections of these backends."""
+_LAYERS_OF = {"hf": "dtensor_cfg", "vllm": "dtensor_cfg", "megatron": "megatron_cfg"}
+"""Engines that can compute as a training backend, and the sections of these backends."""
 
 
 def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
@@ -217,8 +217,8 @@ def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Finding
     backend = _LAYERS_OF.get(generation.backend)
     if backend is None:
         yield (
-            f"{_ZERO} needs an engine with the layers of the trainer, and policy.generation.backend="
-            f"{generation.backend} has kernels of its own. Set it to hf (with dtensor_cfg) or megatron (with "
+            f"{_ZERO} needs an engine that computes as the trainer, and policy.generation.backend="
+            f"{generation.backend} has kernels of its own. Set it to hf or vllm (with dtensor_cfg), or megatron (with "
             "megatron_cfg)."
         )
     elif backend != policy.backend_key:

@@ -84,10 +84,10 @@ def check_answer_bits(generation: EvalGenerationConfig, cluster: ClusterConfig) 
         return
     if cluster.uses_gpu:
         yield f"{key} computes on CPUs only so far, and cluster.device={cluster.device}. Set it to false."
-    if generation.backend != "hf":
+    if generation.backend not in ("hf", "vllm"):
         yield (
             f"{key} needs an engine whose rows do not depend on each other, and generation.backend="
-            f"{generation.backend} has kernels of its own. Set it to hf."
+            f"{generation.backend} does not have this property. Set it to hf or vllm."
         )
     sizes = {f"generation.engine.{name}": getattr(engine, name) for name in ENGINE_SIZES}
     yield from check_division(key, sizes)

@@ -91,6 +91,8 @@ class VllmEngine(SteppedEngine):
         self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
         self._vllm_ids: dict[str, str] = {}
         self._scoring = ResponseScoring()
+        self.batch_invariant = settings.zero_mismatch
+        """Whether answers do not depend on other requests (`Engine`)."""
         with described(settings.draft) as draft_folder:
             self._build(settings, engine_arguments(settings, draft_folder))
         if settings.quantization is not None and settings.quantization.simulated:
@@ -286,7 +288,7 @@ class VllmEngine(SteppedEngine):
             models_of(worker),
             worker.model_runner.model_config,
             cores_of_each(settings.workers_on_machine),
-            adapts=is_on("engine_threads", settings.optimizations),
+            adapts=is_on("engine_threads", settings.optimizations) and not settings.zero_mismatch,
         )
 
     def _watch_speculation(self, settings: EngineSettings) -> SpeculationWatch | None:

@@ -72,7 +72,7 @@ def policy(**values: Any) -> PolicyConfig:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"generation": {"backend": "vllm"}}, "backend=vllm has kernels of its own"),
+        ({"generation": {"backend": "sglang"}}, "backend=sglang has kernels of its own"),
         ({"generation": {"backend": "megatron"}}, "needs a policy of policy.megatron_cfg"),
         ({"dtensor_cfg": {"tensor_parallel_size": 2}}, "dtensor_cfg.tensor_parallel_size=2"),
         ({"precision": "float32", "generation": {"engine": {"precision": "bfloat16"}}}, "needs one number format"),

@@ -21,6 +21,7 @@ from parity.every_type import save_tiny_model
 from parity.models import VOCABULARY
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
@@ -54,17 +55,19 @@ def main() -> None:
                 save_tiny_model(model_type, Path(folder))
                 save_tokenizer(Path(folder))
                 if given.engine == "vllm":
-                    leave_out_mixed_windows(Path(folder))
+                    fit_to_vllm(Path(folder))
                 found: Any = {dtype: compare(folder, dtype, given.engine) for dtype in ("float32", "bfloat16")}
             except Exception as error:
                 found = repr(error)[:300]
         print(json.dumps({model_type: found}), flush=True)
 
 
-def leave_out_mixed_windows(folder: Path) -> None:
-    """Remove the windows of models that vLLM refuses because only some layers have one."""
+def fit_to_vllm(folder: Path) -> None:
+    """Remove what vLLM's classes do not have: windows of some layers only, and output heads of models without one."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
+    if config["model_type"] in ("gemma2", "cohere2"):  # vLLM has no output head of their own
+        AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True).save_pretrained(folder)
     if config.get("use_sliding_window"):
         layers = ["full_attention"] * config["num_hidden_layers"]
         path.write_text(json.dumps(config | {"use_sliding_window": False, "layer_types": layers}))
