@@ -4,8 +4,9 @@
 engine by engine, and within an engine by tensor parallelism first. Invariant: an engine that fits on a machine is on
 one machine. A larger engine uses whole machines, and so do its tensor-parallel groups unless they fit on one machine.
 
-`policy.zero_mismatch` needs an engine that computes as the trainer, and undivided matrix products. `invariant_gradients`
-needs the PyTorch-native backend, sharded over data-parallel ranks only, and nothing that depends on several rows.
+`policy.zero_mismatch` needs an engine that computes as the trainer, and undivided matrix products.
+`invariant_gradients` needs the PyTorch-native backend, sharded over data-parallel ranks only, and nothing that depends
+on several rows.
 """
 
 from collections.abc import Iterable, Sequence

@@ -123,8 +123,9 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
     Raises:
         ConfigError: The model cannot be divided over the ranks of an engine, its context is shorter than the engine's,
-            or float8, speculative decoding or the bits of the trainer are not possible as configured. On a CPU, it is also raised if vLLM does
-            not support the head size or the recurrent layers, or a package for images is missing.
+            or float8, speculative decoding or the bits of the trainer are not possible as configured. On a CPU, it is
+            also raised if vLLM does not support the head size or the recurrent layers, or a package for images is
+            missing.
     """
     whole = load_model_config(policy.model_name, policy.hf_config_overrides)
     model = whole.get_text_config()

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import random
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
