@@ -34,6 +34,7 @@ def problems(tmp_path_factory) -> Path:
 
 def evaluated(folder: Path, problems: Path, *overrides: str) -> tuple[float, list[tuple[Any, ...]]]:
     """Return the score, and each answer with its log-probability, in an order that does not depend on the rows."""
+    folder.mkdir()
     named = [each.format(shuffled=problems / "shuffled.jsonl") for each in overrides]
     status, output = run_eval(
         folder,
