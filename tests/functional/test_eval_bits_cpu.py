@@ -26,7 +26,7 @@ def problems(tmp_path_factory) -> Path:
     """Return a folder with sums, two of which are equal, in two orders."""
     folder, rng = tmp_path_factory.mktemp("problems"), random.Random(0)
     sums = [(rng.randrange(10, 99), rng.randrange(10, 99)) for _ in range(NUM_PROBLEMS - 1)]
-    rows = [{"problem": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in [*sums, sums[3]]]
+    rows = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a, b in [*sums, sums[3]]]
     for name, order in {"sorted": rows, "shuffled": rng.sample(rows, len(rows))}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in order))
     return folder
