@@ -19,9 +19,9 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 102_950, "all": 134_000}
-FILES = {"core": 565, "all": 760}
-FOLDERS = 93
+LINES = {"core": 103_360, "all": 134_410}
+FILES = {"core": 570, "all": 764}
+FOLDERS = 94
 SHORT_FILES = 47
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4
@@ -31,7 +31,7 @@ IMPORTS = 0.134
 SEMICOLONS = 0
 """Summaries of docstrings with a semicolon: two thoughts."""
 NAMES_OF_SEVERAL_CLASSES = 1
-LONG_SIGNATURES = 41
+LONG_SIGNATURES = 42
 """Functions with more than 6 parameters, `self` and `cls` not counted."""
 
 
