@@ -22,7 +22,7 @@ EACH_WAY = {
 
 
 @pytest.fixture(scope="module")
-def problems(tmp_path_factory) -> Path:
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with sums, two of which are equal, in two orders."""
     folder, rng = tmp_path_factory.mktemp("problems"), random.Random(0)
     sums = [(rng.randrange(10, 99), rng.randrange(10, 99)) for _ in range(NUM_PROBLEMS - 1)]

@@ -48,7 +48,8 @@ def _digest(rank: int, num_ranks: int, name: str, values: dict[str, Any], folder
         batch = shard_batch(data, num_ranks, training_strategy(config, None, 1), 1)
         worker.train(batch.data[rank], batch.sizes[rank], loss_fn, count_valid(data))
     digest = hashlib.sha256()
-    for weight in worker.backend.model.hf.parameters():
+    backend: Any = worker.backend
+    for weight in backend.model.hf.parameters():
         digest.update(whole(weight.detach()).contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -64,23 +65,23 @@ def digests(name: str, values: dict[str, Any], folder: Path | None = None) -> se
     return set(found)
 
 
-def test_experts_have_the_same_bits(tmp_path) -> None:
+def test_experts_have_the_same_bits(tmp_path: Path) -> None:
     assert len(digests(save_model("qwen3-moe", tmp_path), {})) == 1
 
 
-def test_adapters_have_the_same_bits(tmp_path) -> None:
+def test_adapters_have_the_same_bits(tmp_path: Path) -> None:
     name = save_tiny_model(tmp_path, "qwen2")
     trained = digests(name, LORA)
     assert len(trained) == 1
     assert trained != digests(name, {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 2, "alpha": 8}}})
 
 
-def test_a_critic_has_the_same_bits(tmp_path) -> None:
+def test_a_critic_has_the_same_bits(tmp_path: Path) -> None:
     name = save_critic(tmp_path, tiny_model("qwen3"))
     assert len(digests(name, {"reward_model_cfg": {"enabled": True}})) == 1
 
 
-def test_a_resumed_run_has_the_same_bits(tmp_path) -> None:
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     name = save_tiny_model(tmp_path / "model", "qwen2")
     (tmp_path / "checkpoint").mkdir()
     assert digests(name, {}, tmp_path / "checkpoint") == digests(name, {})
