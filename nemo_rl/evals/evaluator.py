@@ -7,6 +7,7 @@ starts no processes.
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.schema.env import keeps_rows, stop_strings_of
 from nemo_rl.data.messages.content import text_rules
+from nemo_rl.data.prompt_identity import PromptIdentities
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.registry import check_environment, env_class_path
@@ -205,13 +207,16 @@ def ask_all(
     wanted = config.eval
     size = config.generation.num_prompts_per_step
     total = len(prompts)
+    identities = PromptIdentities()
+    if store.num_prompts_done:
+        identities.of(prompts.batch(0, store.num_prompts_done))  # counts equal prompts
     with progress_bar("evaluation, prompts", total) as bar:
         while store.num_prompts_done < total:
             bar.show(store.num_prompts_done)
             started, start = time.perf_counter(), store.num_prompts_done
             stop = min(start + size, total) if size > 0 else total
             batch = prompts.batch(start, stop)
-            key = RolloutKey(wanted.seed, "evaluation", step=0, first_group=start)
+            key = RolloutKey(wanted.seed, "evaluation", step=0, first_group=start, prompts=identities.of(batch))
             with answers_come(sampler.remote, is_first=not store.records):
                 rollouts = sampler.runner.collect(batch, wanted.num_tests_per_prompt, sampler.sampling, key)
             topics = [prompts.topic(index) for index in range(start, stop)]
@@ -244,6 +249,15 @@ def _response_length(trajectory: Trajectory) -> int | None:
     return None if trajectory.error is not None and not written else trajectory.response_length
 
 
+def _logprob(trajectory: Trajectory) -> float | None:
+    """Return the sum of the log-probabilities of a sample's answers, or None if the model's server gave none."""
+    written = [
+        message["generation_logprobs"] for log in trajectory.logs for message in log if "generation_logprobs" in message
+    ]
+    total = math.fsum(value for logprobs in written for value in logprobs.tolist())
+    return None if math.isnan(total) or not written else total
+
+
 def _reasoning(trajectory: Trajectory) -> str | None:
     """Return the reasoning that the model's server has separated from the answers, or None if there is none."""
     parts = [message["reasoning_content"] for message in trajectory.message_log if message.get("reasoning_content")]
@@ -264,6 +278,7 @@ def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], top
         reward=trajectory.reward,
         outcome=str(trajectory.outcome),
         response_length=_response_length(trajectory),
+        logprob=_logprob(trajectory),
         topic=topics[row],
         error=trajectory.error,
         reasoning=_reasoning(trajectory),

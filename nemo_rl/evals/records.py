@@ -79,6 +79,8 @@ class AnswerRecord:
     """Reason why the rollout ended (`experience.trajectory.Outcome`)."""
     response_length: int | None
     """Number of generated tokens, or None if it is not known."""
+    logprob: float | None = None
+    """Sum of the log-probabilities of the generated tokens, or None if the model's server gave none."""
     topic: str | None = None
     """Topic of the prompt, or None if the data set has no topics."""
     error: str | None = None

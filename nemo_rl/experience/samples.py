@@ -4,7 +4,7 @@
         ─► close episode ─► Trajectory
 
 Invariants: sampled token ids never change, and tokens are only appended. An episode is always closed, also after an
-error. A sample's seed depends only on (run seed, phase, step, round, group, sample, turn).
+error. A sample's seed depends only on (run seed, phase, step, round, prompt, sample, turn).
 """
 
 import asyncio
@@ -163,8 +163,10 @@ class RolloutKey:
     round: int = 0
     """Number of the collection within the step. Dynamic sampling makes several collections."""
     first_group: int = 0
-    """Number of the collection's first prompt. An evaluation numbers prompts across its batches, so that samples do not
-    depend on the batch size."""
+    """Number of the collection's first prompt."""
+    prompts: tuple[str, ...] = ()
+    """Identity of each prompt (`data.prompt_identity`), on which samples then depend in place of the prompt's number.
+    With it, samples of evaluations and validations do not depend on the batch size and the order of prompts."""
 
     @property
     def trains(self) -> bool:
@@ -173,20 +175,24 @@ class RolloutKey:
 
     def seed_of(self, sample: Trajectory) -> int:
         """Return the seed of a sample's next turn."""
-        group = self.first_group + sample.group_index
-        return derive_seed(
-            self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, sample.num_turns
-        )
+        return self._seed(sample, sample.num_turns)
 
     def episode_seed_of(self, sample: Trajectory) -> int:
         """Return the seed with which the environment opens the episode of a sample."""
-        group = self.first_group + sample.group_index
-        return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "episode")
+        return self._seed(sample, "episode")
 
     def call_seed_of(self, sample: Trajectory, *parts: int | str) -> int:
         """Return the seed of a sample's program or, if `parts` are given, of one of the program's answers."""
-        group = self.first_group + sample.group_index
-        return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "call", *parts)
+        return self._seed(sample, "call", *parts)
+
+    def of_prompt(self, row: int) -> "RolloutKey":
+        """Return the key of a collection that has only the prompt in a row of this collection."""
+        return replace(self, first_group=self.first_group + row, prompts=self.prompts[row : row + 1])
+
+    def _seed(self, sample: Trajectory, *use: int | str) -> int:
+        group, index = self.first_group + sample.group_index, sample.sample_index
+        prompt = self.prompts[sample.group_index] if self.prompts else group
+        return derive_seed(self.run_seed, self.phase, self.step, self.round, prompt, index, *use)
 
 
 class SamplePlayer:

@@ -11,6 +11,8 @@ OVERRIDES = (
     "checkpointing.enabled=false",
 )
 BACKENDS = {
+    "vllm": ("policy.generation.backend=vllm",),
+    "vllm-bfloat16": ("policy.generation.backend=vllm", "policy.precision=bfloat16"),
     "packed": ("policy.generation.backend=hf",),
     "padded-bfloat16": (
         *("policy.generation.backend=hf", "policy.precision=bfloat16", "policy.sequence_packing.enabled=false"),

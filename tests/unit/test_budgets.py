@@ -19,10 +19,10 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 103_820, "all": 134_500}
-FILES = {"core": 570, "all": 766}
-FOLDERS = 94
-SHORT_FILES = 47
+LINES = {"core": 104_300, "all": 135_000}
+FILES = {"core": 575, "all": 770}
+FOLDERS = 95
+SHORT_FILES = 48
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4
 """Lines of docstrings and of texts below fields, for each line of code."""
@@ -31,7 +31,7 @@ IMPORTS = 0.134
 SEMICOLONS = 0
 """Summaries of docstrings with a semicolon: two thoughts."""
 NAMES_OF_SEVERAL_CLASSES = 1
-LONG_SIGNATURES = 41
+LONG_SIGNATURES = 42
 """Functions with more than 6 parameters, `self` and `cls` not counted."""
 
 

@@ -4,8 +4,9 @@
     overlap.validation=hold_updates     training goes on; the next weights reach the engines after the validation
     overlap.validation=through_updates  training goes on; answers continue with new weights
 
-Invariant: the samples of a validation depend only on the weights, the data and the run's seed, so two validations of
-the same weights give the same numbers, and the curves of two runs can be compared.
+Invariant: the random numbers of a sample depend only on its prompt and the run's seed, not on `val_batch_size` or the
+order of prompts, so two validations of the same weights give the same numbers, and the curves of two runs can be
+compared. With `policy.zero_mismatch`, this holds for other batches and numbers of engines too, in all bits.
 """
 
 import math
@@ -21,6 +22,7 @@ from nemo_rl.config import RolloutTrainingConfig
 from nemo_rl.config.base.names import VERSION_METRICS
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
+from nemo_rl.data.prompt_identity import PromptIdentities
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.metrics import mean_metrics, validation_metrics
@@ -51,24 +53,26 @@ class Validator:
 
     def validate(self) -> Rollouts:
         """Sample answers to all validation prompts. Return trajectories, and metrics for the prefix `validation/`."""
+        identities = PromptIdentities()
         return self._joined(
             [
-                self.runner.collect(prompts, self.num_generations, self.sampling, self._key(index))
-                for index, prompts in enumerate(self.batches)
+                self.runner.collect(prompts, self.num_generations, self.sampling, self._key(identities.of(prompts)))
+                for prompts in self.batches
             ]
         )
 
     async def play(self, batches: Sequence[BatchedDataDict[Any]]) -> Rollouts:
         """Validate with prompts that are already loaded, as a coroutine."""
+        identities = PromptIdentities()
         return self._joined(
             [
-                await self.runner.play(prompts, self.num_generations, self.sampling, self._key(index))
-                for index, prompts in enumerate(batches)
+                await self.runner.play(prompts, self.num_generations, self.sampling, self._key(identities.of(prompts)))
+                for prompts in batches
             ]
         )
 
-    def _key(self, index: int) -> RolloutKey:
-        return RolloutKey(self.run_seed, "validation", step=0, round=index)
+    def _key(self, prompts: tuple[str, ...]) -> RolloutKey:
+        return RolloutKey(self.run_seed, "validation", step=0, prompts=prompts)
 
     def _joined(self, collections: Sequence[Rollouts]) -> Rollouts:
         """Renumber the groups of all batches in one sequence, and compute the metrics."""

@@ -4,8 +4,9 @@
 engine by engine, and within an engine by tensor parallelism first. Invariant: an engine that fits on a machine is on
 one machine. A larger engine uses whole machines, and so do its tensor-parallel groups unless they fit on one machine.
 
-`policy.zero_mismatch` needs an engine with the trainer's layers, and undivided matrix products. `invariant_gradients`
-needs the PyTorch-native backend, sharded over data-parallel ranks only, and nothing that depends on several rows.
+`policy.zero_mismatch` needs an engine that computes as the trainer, and undivided matrix products.
+`invariant_gradients` needs the PyTorch-native backend, sharded over data-parallel ranks only, and nothing that depends
+on several rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -202,8 +203,9 @@ def _check_servers(section: str, generation: GenerationConfig, counts: Sequence[
 
 
 _ZERO = "policy.zero_mismatch=true"
-_LAYERS_OF = {"hf": "dtensor_cfg", "megatron": "megatron_cfg"}
-"""Engines that compute the layers of a training backend, and the sections of these backends."""
+ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+_LAYERS_OF = {"hf": "dtensor_cfg", "vllm": "dtensor_cfg", "megatron": "megatron_cfg"}
+"""Engines that can compute as a training backend, and the sections of these backends."""
 
 
 def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
@@ -216,8 +218,8 @@ def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Finding
     backend = _LAYERS_OF.get(generation.backend)
     if backend is None:
         yield (
-            f"{_ZERO} needs an engine with the layers of the trainer, and policy.generation.backend="
-            f"{generation.backend} has kernels of its own. Set it to hf (with dtensor_cfg) or megatron (with "
+            f"{_ZERO} needs an engine that computes as the trainer, and policy.generation.backend="
+            f"{generation.backend} has kernels of its own. Set it to hf or vllm (with dtensor_cfg), or megatron (with "
             "megatron_cfg)."
         )
     elif backend != policy.backend_key:
@@ -236,9 +238,8 @@ def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Finding
         yield f"{_ZERO} is for rows of text, and policy.is_vlm=true. Set it to false."
     if policy.dtensor_cfg.enabled and policy.dtensor_cfg.compile_layers:
         yield f"{_ZERO}: compiled layers round less often. Set policy.dtensor_cfg.compile_layers=false."
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    sizes = {f"policy.generation.engine.{name}": getattr(engine, name) for name in names}
-    yield from _check_division(_ZERO, _sizes("policy", policy) | sizes)
+    sizes = {f"policy.generation.engine.{name}": getattr(engine, name) for name in ENGINE_SIZES}
+    yield from check_division(_ZERO, _sizes("policy", policy) | sizes)
 
 
 def check_lora_refit(policy: PolicyConfig) -> Findings:
@@ -277,7 +278,8 @@ def _sizes(section: str, model: PolicyConfig) -> dict[str, int | None]:
     return {f"{section}.{model.backend_key}.{name}": getattr(model.backend_section, name, 1) for name in names}
 
 
-def _check_division(what: str, sizes: dict[str, int | None]) -> Findings:
+def check_division(what: str, sizes: dict[str, int | None]) -> Findings:
+    """Refuse ranks that divide a model. `sizes` has their numbers by key."""
     for name, size in sizes.items():
         if size and size > 1:
             yield f"{what} is proven for undivided models, and {name}={size}. Set it to 1. Data parallelism works."
@@ -321,4 +323,4 @@ def check_invariant_gradients(section: str, model: PolicyConfig) -> Findings:
         yield (
             f"{what}: Muon divides the work on matrices among ranks. Set {section}.optimizer.name=torch.optim.AdamW."
         )
-    yield from _check_division(what, _sizes(section, model))
+    yield from check_division(what, _sizes(section, model))

@@ -10,12 +10,14 @@ from nemo_rl.config.base.names import ARITHMETIC, RESPONSE_DATASET_NAMES
 from nemo_rl.config.base.paths import find_path, looks_local
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_environment, check_operands, check_unused
+from nemo_rl.config.rules.engines import ENGINE_SIZES, check_division
 from nemo_rl.config.schema.algorithms.evaluation import (
     EvalConfig,
     EvalDataConfig,
     EvalGenerationConfig,
     EvalTokenizerConfig,
 )
+from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.utils.errors import did_you_mean
 
 LOCALES = (
@@ -70,6 +72,25 @@ def check_lengths(generation: EvalGenerationConfig, data: EvalDataConfig) -> Fin
     ):
         if value > context:
             yield f"{key}={value} is more than generation.engine.max_model_len={context}. Lower the first."
+
+
+def check_answer_bits(generation: EvalGenerationConfig, cluster: ClusterConfig) -> Findings:
+    """Refuse settings of an evaluation with which the bits of an answer would depend on other answers."""
+    key, engine = "generation.zero_mismatch=true", generation.engine
+    if not generation.zero_mismatch:
+        return
+    if generation.endpoint is not None:
+        yield f"{key} concerns engines of the run, and generation.endpoint names another server. Set it to false."
+        return
+    if cluster.uses_gpu:
+        yield f"{key} computes on CPUs only so far, and cluster.device={cluster.device}. Set it to false."
+    if generation.backend not in ("hf", "vllm"):
+        yield (
+            f"{key} needs an engine whose rows do not depend on each other, and generation.backend="
+            f"{generation.backend} does not have this property. Set it to hf or vllm."
+        )
+    sizes = {f"generation.engine.{name}": getattr(engine, name) for name in ENGINE_SIZES}
+    yield from check_division(key, sizes)
 
 
 def check_endpoint_keys(generation: EvalGenerationConfig, tokenizer: EvalTokenizerConfig) -> Findings:

@@ -10,6 +10,7 @@ from pydantic import Field
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.evaluation import (
+    check_answer_bits,
     check_endpoint_keys,
     check_eval_data,
     check_lengths,
@@ -56,13 +57,14 @@ class EvalMasterConfig(RunConfig):
     @cached_property
     def policy(self) -> PolicyConfig:
         """The model as a `policy` section, for code that starts engines, with `generation` null for an endpoint."""
-        own = {"num_prompts_per_step", "model_name", "trust_remote_code", "endpoint"}
+        own = {"num_prompts_per_step", "model_name", "trust_remote_code", "endpoint", "zero_mismatch"}
         sampling: dict[str, Any] = self.generation.model_dump(exclude=own)
         return PolicyConfig.build(
             model_name=self.generation.model_name,
             trust_remote_code=self.generation.trust_remote_code,
             tokenizer=self.tokenizer.model_dump(),
             precision=self.generation.engine.precision,
+            zero_mismatch=self.generation.zero_mismatch,
             max_total_sequence_length=self.generation.engine.max_model_len,
             generation=sampling if self.generation.endpoint is None else None,
         )
@@ -98,6 +100,7 @@ class EvalMasterConfig(RunConfig):
         return chain(
             engines if self.generation.endpoint is None else check_endpoint_keys(self.generation, self.tokenizer),
             check_sampling(self.eval, self.generation),
+            check_answer_bits(self.generation, self.cluster),
             check_lengths(self.generation, self.data),
             check_eval_data(self.data, self.env),
             check_nemo_gym(self.env, {self.data.env_name}, self.cluster),

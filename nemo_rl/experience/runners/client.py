@@ -211,9 +211,8 @@ class RemoteRunner(RolloutRunner):
                 "Rollout runners take images but no other inputs next to the tokens. Use cluster.rollout_runners=0."
             )
         runner = min(self._runners, key=lambda each: each.exchange.num_open)
-        own = replace(key, first_group=key.first_group + row)
         prompt: Any = BatchedDataDict(prompts.slice(row, row + 1).data)
-        rollouts = await runner.exchange.play(GroupTask(prompt, num_generations, sampling, own))
+        rollouts = await runner.exchange.play(GroupTask(prompt, num_generations, sampling, key.of_prompt(row)))
         for sample in rollouts.trajectories:
             sample.group_index = row
         if progress is not None:

@@ -56,6 +56,9 @@ class EvalGenerationConfig(GenerationConfig):
     endpoint: ModelEndpointConfig | None = None
     """A model on another server, which is evaluated instead of model_name without engines, GPUs and a tokenizer; null:
     engines of the run load model_name."""
+    zero_mismatch: bool = False
+    """Compute answers and log-probabilities with bits that depend neither on num_prompts_per_step nor on the number of
+    engines and the order of problems, on CPUs with backend=hf or vllm (see policy.zero_mismatch)."""
     num_prompts_per_step: AmountOrMinusOne = -1
     """Number of prompts that are sampled together and then written to save_path; -1: all prompts."""
     temperature: FactorOrZero = 0.0

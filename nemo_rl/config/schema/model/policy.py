@@ -227,8 +227,8 @@ class PolicyConfig(Section):
     reward_model_cfg: RewardModelConfig = Field(default_factory=RewardModelConfig)
     """A scalar head, for reward models."""
     zero_mismatch: bool = derived("${.megatron_cfg.zero_train_gen_mismatch}")
-    """Compute log-probabilities with the same bits in engine and trainer, on CPUs, with policy.generation.backend=hf or
-    megatron. The first batch after the start is compared, and a single other bit ends the run."""
+    """Compute log-probabilities with the same bits in engine and trainer, on CPUs, with policy.generation.backend=hf,
+    vllm or megatron. The first batch after the start is compared, and a single other bit ends the run."""
     invariant_gradients: bool = False
     """Compute updates whose bits do not depend on microbatches and on the number of data-parallel ranks, on CPUs with
     dtensor_cfg. Each row is a microbatch, and gradients are added in the order of rows. Keys of microbatches have no

@@ -27,6 +27,7 @@ from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.models.generation.factory import engine_precision
 from nemo_rl.models.generation.registry import vllm_arguments
 from nemo_rl.models.generation.vllm.speculation import check_speculation
+from nemo_rl.models.generation.vllm.zero_mismatch.check import require_same_bits
 from nemo_rl.models.huggingface.load import OWN_CODE, load_model_config, reads_more_than_text
 from nemo_rl.models.huggingface.recurrent import has_states, time_step_limits
 from nemo_rl.models.huggingface.sizes import head_size, longest_context
@@ -122,8 +123,9 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
     Raises:
         ConfigError: The model cannot be divided over the ranks of an engine, its context is shorter than the engine's,
-            or float8 or speculative decoding is not possible as configured. On a CPU, it is also raised if vLLM does
-            not support the head size or the recurrent layers, or a package for images is missing.
+            or float8, speculative decoding or the bits of the trainer are not possible as configured. On a CPU, it is
+            also raised if vLLM does not support the head size or the recurrent layers, or a package for images is
+            missing.
     """
     whole = load_model_config(policy.model_name, policy.hf_config_overrides)
     model = whole.get_text_config()
@@ -133,6 +135,7 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     check_recurrent(policy, cluster, model)
     _check_context(model, policy.sampling.engine.max_model_len)
     check_speculation(policy, cluster, model)
+    require_same_bits(policy, model)
     if cluster.uses_gpu:
         if policy.router_replay.enabled:
             _check_router_replay(policy)

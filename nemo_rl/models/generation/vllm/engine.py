@@ -77,6 +77,7 @@ from nemo_rl.models.generation.vllm.running_model import (
     take_reads,
 )
 from nemo_rl.models.generation.vllm.speculation import proposes_with_latent_attention, speculation_of
+from nemo_rl.models.generation.vllm.zero_mismatch.operations import compute_as_the_trainer
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, inspect_here, packing_threads, start_threads
@@ -100,6 +101,8 @@ class VllmEngine(SteppedEngine):
         self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
         self._vllm_ids: dict[str, str] = {}
         self._scoring = ResponseScoring()
+        self.batch_invariant = settings.zero_mismatch
+        """Whether answers do not depend on other requests (`Engine`)."""
         adapted = adapted_layers(settings)
         with described(settings.draft) as draft_folder:
             self._build(settings, engine_arguments(settings, draft_folder, adapted))
@@ -132,6 +135,8 @@ class VllmEngine(SteppedEngine):
             rotate_each_head()
             serve_experts_without_gate()
             compute_own_products()
+            if settings.zero_mismatch:
+                compute_as_the_trainer()
         if hasattr(os, "memfd_create"):
             # # Without this, vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file
@@ -351,7 +356,7 @@ class VllmEngine(SteppedEngine):
             models_of(worker),
             worker.model_runner.model_config,
             cores_of_each(settings.workers_on_machine),
-            adapts=is_on("engine_threads", settings.optimizations),
+            adapts=is_on("engine_threads", settings.optimizations) and not settings.zero_mismatch,
         )
 
     def _watch_speculation(self, settings: EngineSettings) -> SpeculationWatch | None:

@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, load_config
 from nemo_rl.config.rules.engines import check_zero_mismatch
+from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.models.generation.vllm.zero_mismatch.check import PROVEN_TYPES, require_same_bits
+from nemo_rl.utils.errors import ConfigError
 
 CHILD = Path(__file__).with_name("zero_mismatch_child.py")
+EVALUATION = REPOSITORY_ROOT / "examples/configs/evals/eval_cpu.yaml"
 TOOLS = Path(__file__).parents[4] / "tools"
 TYPES = ("llama", "qwen3_moe", "gemma2")
+VLLM_TYPES = tuple(name for name in PROVEN_TYPES if name != "llama")
 MORE_TYPES = (
     *("gemma3_text", "cohere2", "qwen2", "qwen3", "mistral", "olmo2", "phi3", "glm4", "smollm3", "gpt_oss"),
     *("deepseek_v3", "glm4_moe"),
@@ -59,6 +65,17 @@ def test_more_models_have_the_same_bits() -> None:
     require_equal(found(*MORE_TYPES), MORE_TYPES)
 
 
+@pytest.mark.vllm
+def test_vllm_and_policy_have_the_same_bits() -> None:
+    require_equal(found("--engine", "vllm", "llama"), ("llama",))
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+def test_vllm_has_the_same_bits_for_more_models() -> None:
+    require_equal(found("--engine", "vllm", *VLLM_TYPES), VLLM_TYPES)
+
+
 def test_the_comparison_finds_other_bits() -> None:
     layouts = found("--plain", "llama")["llama"]["float32"]
     assert all(others > tokens / 10 for tokens, others in layouts.values())
@@ -72,7 +89,7 @@ def policy(**values: Any) -> PolicyConfig:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"generation": {"backend": "vllm"}}, "backend=vllm has kernels of its own"),
+        ({"generation": {"backend": "sglang"}}, "backend=sglang has kernels of its own"),
         ({"generation": {"backend": "megatron"}}, "needs a policy of policy.megatron_cfg"),
         ({"dtensor_cfg": {"tensor_parallel_size": 2}}, "dtensor_cfg.tensor_parallel_size=2"),
         ({"precision": "float32", "generation": {"engine": {"precision": "bfloat16"}}}, "needs one number format"),
@@ -82,6 +99,41 @@ def policy(**values: Any) -> PolicyConfig:
 def test_settings_with_other_bits_are_refused(values: dict[str, Any], message: str) -> None:
     found = list(check_zero_mismatch(policy(**values), ClusterConfig.build(device="cpu", gpus_per_node=0)))
     assert len(found) == 1 and message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "message"),
+    [
+        ({"model_type": "olmo2"}, {}, "a model of type olmo2"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, {}, "of type yarn"),
+        ({}, {"generation": {"top_p": 0.9}}, "vLLM's filters are not proven"),
+        ({}, {"generation": {"vllm_cfg": {"kv_cache_dtype": "fp8"}}}, "kv_cache_dtype=fp8 rounds"),
+        ({}, {"generation": {"vllm_kwargs": {"quantization": "fp8"}}}, "vllm_kwargs.quantization"),
+    ],
+)
+def test_what_is_not_proven_with_vllm_is_refused(model: dict[str, Any], values: dict[str, Any], message: str) -> None:
+    config = AutoConfig.for_model(**{"model_type": "llama", **model})
+    asked = policy(**{**values, "generation": {"backend": "vllm", **values.get("generation", {})}})
+    with pytest.raises(ConfigError, match=message):
+        require_same_bits(asked, config)
+
+
+def test_a_proven_model_is_accepted_with_vllm() -> None:
+    require_same_bits(policy(generation={"backend": "vllm"}), AutoConfig.for_model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("generation.backend=sglang", "Set it to hf or vllm"),
+        ("generation.endpoint={base_url: 'http://host/v1', model: m}", "names another server"),
+        ("generation.engine.tensor_parallel_size=2", "engine.tensor_parallel_size=2"),
+    ],
+)
+def test_evaluations_refuse_what_depends_on_other_rows(override: str, message: str) -> None:
+    overrides = ("generation.zero_mismatch=true", "cluster.ranks_per_node=2", override)
+    with pytest.raises(ConfigError, match=message):
+        load_config(EVALUATION, overrides, schema=EvalMasterConfig)
 
 
 def test_gpus_are_refused() -> None:

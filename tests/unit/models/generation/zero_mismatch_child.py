@@ -1,13 +1,15 @@
 """Sample with an engine and score with a policy's model in one process, and print how many log-probabilities differ.
 
 The process prints a JSON object for each model type of the command line: number of tokens by number format and layout,
-and how many of them have other bits in the policy's model. `--plain` leaves matrix products as they are.
+and how many of them have other bits in the policy's model. `--plain` leaves matrix products as they are, and
+`--engine vllm` samples with vLLM.
 """
 
+import argparse
 import json
 import logging
+import os
 import random
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from parity.every_type import save_tiny_model
 from parity.models import VOCABULARY
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
@@ -25,8 +28,8 @@ from nemo_rl.host.row_invariance import compute_rows_alike
 from nemo_rl.models.attention.registered import register_varlen_attention
 from nemo_rl.models.dtensor.attention import set_attention
 from nemo_rl.models.dtensor.heads import CausalLMWithLogprobs, build_causal_lm
-from nemo_rl.models.generation.hf import ContinuousHfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams
+from nemo_rl.models.generation.registry import engine_kind, make_engine
 from nemo_rl.models.huggingface.load import hold_in_float32, load_causal_lm
 from nemo_rl.models.training.inputs import packed_model_inputs
 from nemo_rl.models.training.shared_prefixes import share_prefixes
@@ -37,18 +40,36 @@ type Layout = Callable[[CausalLMWithLogprobs, list[Tensor]], list[Tensor]]
 
 def main() -> None:
     """Compare engine and policy for each model type."""
-    types = [name for name in sys.argv[1:] if name != "--plain"]
-    if "--plain" not in sys.argv:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="+")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--engine", default="hf")
+    given = parser.parse_args()
+    if not given.plain:
         compute_rows_alike()
-    for model_type in types:
+    os.environ.update({"RANK": "0"} | engine_kind(given.engine).environment("cpu"))
+    for model_type in given.types:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 save_tiny_model(model_type, Path(folder))
                 save_tokenizer(Path(folder))
-                found: Any = {dtype: compare(folder, dtype) for dtype in ("float32", "bfloat16")}
+                if given.engine == "vllm":
+                    fit_to_vllm(Path(folder))
+                found: Any = {dtype: compare(folder, dtype, given.engine) for dtype in ("float32", "bfloat16")}
             except Exception as error:
                 found = repr(error)[:300]
         print(json.dumps({model_type: found}), flush=True)
+
+
+def fit_to_vllm(folder: Path) -> None:
+    """Remove what vLLM's classes do not have: windows of some layers only, and output heads of models without one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if config["model_type"] in ("gemma2", "cohere2"):  # vLLM has no output head of their own
+        AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True).save_pretrained(folder)
+    if config.get("use_sliding_window"):
+        layers = ["full_attention"] * config["num_hidden_layers"]
+        path.write_text(json.dumps(config | {"use_sliding_window": False, "layer_types": layers}))
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -61,9 +82,9 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w2", pad_token="w0").save_pretrained(folder)
 
 
-def compare(folder: str, dtype: str) -> dict[str, tuple[int, int]]:
+def compare(folder: str, dtype: str, backend: str) -> dict[str, tuple[int, int]]:
     """Return the number of sampled tokens and of those whose log-probability has other bits, by layout."""
-    prompts, answers, logprobs = sample(folder, dtype)
+    prompts, answers, logprobs = sample(folder, dtype, backend)
     hf = load_causal_lm(folder)
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
@@ -80,10 +101,13 @@ def compare(folder: str, dtype: str) -> dict[str, tuple[int, int]]:
     return result
 
 
-def sample(folder: str, dtype: str) -> tuple[list[list[int]], list[list[int]], list[Tensor]]:
+def sample(folder: str, dtype: str, backend: str) -> tuple[list[list[int]], list[list[int]], list[Tensor]]:
     """Return prompts, answers and their log-probabilities. Requests come one by one, and share prompts."""
-    settings = EngineSettings("hf", folder, folder, "cpu", dtype, 120, kv_cache_bytes=8 << 20, load_weights=True)
-    engine, rng = ContinuousHfEngine(settings), random.Random(0)
+    settings = EngineSettings(
+        *(backend, folder, folder, "cpu", dtype, 120), kv_cache_bytes=8 << 20, load_weights=True, zero_mismatch=True
+    )
+    engine: Any = make_engine(settings)
+    rng = random.Random(0)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 17, 70, 33)]
     prompts = [*prompts, *prompts[1:], prompts[2][:65] + [5, 6]]
     done: dict[str, Any] = {}

@@ -114,7 +114,7 @@ class SentAdapter:
     spoilt: list[str] = field(default_factory=list)
     """Names of parameters of the last sync that are not finite."""
     request: LoRARequest | None = None
-    """What requests name. None before the first sync."""
+    """Name of the adapter in requests. None before the first sync."""
     _received: dict[str, Tensor] = field(default_factory=dict)
 
     def begin(self) -> None:
