@@ -197,7 +197,7 @@ def test_a_dead_ray_process_ends_the_run_and_is_named(start_example: StartExampl
     killed_at = time.monotonic()
     assert run.finish(timeout_s=60) == 1
     print(f"{victim}: {time.monotonic() - killed_at:.1f} s from its death to the end of the run")
-    assert re.search(rf"The .* of this run's Ray \({victim}, pid {daemon.pid}\) has ended", run.log())
+    assert re.search(rf"The .* of this run's Ray \({victim}, pid {daemon.pid}\) was killed by SIGKILL", run.log())
     assert run.survivors() == []
 
 
