@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.schema.service import ServiceConfig
-from nemo_rl.serving.interfaces import AdamParams, AdapterModels, AdapterSpec, RequestError
+from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdamParams, AdapterModels, AdapterSpec, RequestError
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import RequestOutcome
 from nemo_rl.serving.run_log import RunLog
@@ -39,7 +39,6 @@ from nemo_rl.serving.wire.bodies import (
 )
 from nemo_rl.serving.wire.messages import ForwardBackwardRequest, parsed
 from nemo_rl.serving.wire.passes import read_pass, write_output
-from nemo_rl.utils.errors import WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class CommandRunner:
         """Return the result of a command. Errors of the server are logged, and tried again once.
 
         Raises:
-            WorkerDiedError: the models have lost a process, so no command can be executed.
+            WorkerDiedError, RayDiedError: the models have lost a process, so no command can be executed.
         """
         problem = "it was not tried"
         for attempt in range(_ATTEMPTS):
@@ -130,8 +129,8 @@ class CommandRunner:
                 return task.result()
             if isinstance(error, RequestError | RefusedError):
                 return RequestOutcome.failed(str(error), "user")
-            if isinstance(error, WorkerDiedError):
-                raise error  # another process of the service executes the command
+            if isinstance(error, PROCESS_LOSSES):
+                raise error  # the command is executed after the next start of the models
             logger.error("%s, command %d, attempt %d", tenant.id, command.seq_id, attempt + 1, exc_info=error)
             problem = type(error).__name__
             tenant.adapter = None  # what is in memory is unknown now

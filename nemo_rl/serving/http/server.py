@@ -27,7 +27,7 @@ from nemo_rl.serving.interfaces import AdapterModels
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.keys import KeyBook
 from nemo_rl.utils.addresses import http_address, listener_of
-from nemo_rl.utils.errors import WorkerDiedError
+from nemo_rl.utils.errors import NemoRLError
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ async def serving(
     config: ServiceConfig,
     names: list[str],
     tokenizer: TokenizerType | None = None,
-    on_loss: Callable[[WorkerDiedError], None] = lambda error: None,
+    on_loss: Callable[[NemoRLError], None] = lambda error: None,
 ) -> AsyncIterator[str]:
     """Serve for the time of a block, which gets the address.
 
