@@ -93,11 +93,11 @@ def of_base(url: str) -> list[Any]:
 
 
 def test_eight_tenants_and_the_base_get_the_bits_that_each_gets_alone(crowded, quiet, tmp_path):
-    with service(crowded, config_in(tmp_path / "together", max_resident_models=3, state_every=4)) as url:
-        with ThreadPoolExecutor(NUM_TENANTS + 1) as threads:
-            base = threads.submit(of_base, url)
-            tenants = [threads.submit(of_tenant, url, n, tmp_path / "together") for n in range(NUM_TENANTS)]
-            together = [each.result(600) for each in [*tenants, base]]
+    config = config_in(tmp_path / "together", max_resident_models=3, state_every=4)
+    with service(crowded, config) as url, ThreadPoolExecutor(NUM_TENANTS + 1) as threads:
+        base = threads.submit(of_base, url)
+        tenants = [threads.submit(of_tenant, url, n, tmp_path / "together") for n in range(NUM_TENANTS)]
+        together = [each.result(600) for each in [*tenants, base]]
     with service(quiet, config_in(tmp_path / "alone", max_resident_models=16)) as url:
         for number in range(NUM_TENANTS):
             assert together[number] == of_tenant(url, number, tmp_path / "alone"), number
