@@ -80,7 +80,7 @@ class Server(ExampleRun):
             return False
         return True
 
-    def await_answer(self, seconds: float = 120) -> None:
+    def await_answer(self, seconds: float = 300) -> None:
         end = time.monotonic() + seconds
         while not self.answers():
             assert self.process.poll() is None, self.log()[-4000:]
