@@ -97,7 +97,7 @@ def serve(
             times.popleft()
         if isinstance(loss, RayDiedError) or len(times) > (_RESTARTS if allowed is None else allowed):
             raise loss
-        logger.warning("%s All ranks and engines are started again, number %d within an hour.", loss, len(times))
+        logger.warning("Restart %d within an hour: all ranks and engines are started again. %s", len(times), loss)
     return 0
 
 

@@ -306,7 +306,8 @@ class Service:
             raise
         error = task.exception()
         if error is not None:
-            logger.error("The service will try again", exc_info=error)
+            if not isinstance(error, PROCESS_LOSSES):
+                logger.error("The service will try again", exc_info=error)
             self._note_loss(error)
             await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
         return error is None

@@ -26,8 +26,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.long, pytest.mark.t
 
 NUM_KILLS = int(os.environ.get("NRL_SERVICE_KILLS", "50"))
 SEED = 11
-LONGEST_WAIT_S = 5.0
-"""A process is killed up to so many seconds after the service has answered."""
+LONGEST_WAIT_S = 3.0
+"""A process is killed up to so many seconds after all tenants have made progress."""
+LONGEST_PROGRESS_S = 20.0
+"""Time after which a process is killed even if a tenant has made no progress. The library asks each 30 s at last."""
+PAUSE_S = 6.0
+"""Pause of the tenants after a step, so that they live as long as the kills."""
 VICTIMS = {
     "server": (),
     "rank": ("ray::PolicyRank", "ray::AdapterRank", "ray::served_rank"),
@@ -35,7 +39,7 @@ VICTIMS = {
 }
 TENANTS = {"alice": 4, "bob": 8, "carol": 2}
 """Names and ranks of adapters."""
-STEPS = 24
+STEPS = 16 + NUM_KILLS
 
 
 class Server(ExampleRun):
@@ -137,6 +141,24 @@ def results(folder: Path) -> dict[str, Any]:
     return {name: [json.loads((folder / f"{name}.json").read_text()), tensors_of(folder, name)] for name in TENANTS}
 
 
+def progress(folder: Path) -> Counter[str]:
+    """The number of log lines of each session, which belongs to one tenant."""
+    lines: Counter[str] = Counter()
+    for log in folder.glob("state/models/*/log.jsonl"):
+        lines[log.parent.name.partition("-")[0]] += log.read_bytes().count(b"\n")
+    return lines
+
+
+def await_progress(folder: Path, tenants: list[subprocess.Popen[bytes]]) -> None:
+    """Wait until each tenant that runs has executed something, but not for long."""
+    before, end = progress(folder), time.monotonic() + LONGEST_PROGRESS_S
+    while time.monotonic() < end:
+        moved = sum(number > before[session] for session, number in progress(folder).items())
+        if moved >= sum(tenant.poll() is None for tenant in tenants):
+            return
+        time.sleep(0.1)
+
+
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes that are killed after the test."""
@@ -166,11 +188,11 @@ def test_tenants_get_the_same_bits_whatever_is_killed(tmp_path: Path, processes:
     server = Server.start(folder, free_port())
     processes.append(server.process)
     server.await_answer()
-    # A pause after each step, so that the tenants live as long as the kills.
-    tenants = start_tenants(server.port, folder, NUM_KILLS / 10)
+    tenants = start_tenants(server.port, folder, PAUSE_S)
     processes += tenants
     while killed.total() < NUM_KILLS:
         server.await_answer()
+        await_progress(folder, tenants)
         time.sleep(draws.uniform(0, LONGEST_WAIT_S))
         victim = draws.choice(list(VICTIMS))
         if all(tenant.poll() is not None for tenant in tenants):

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _START_S = 30.0
 _END_S = 5.0
+_LAST_ANSWERS_S = 0.05
+"""Time in seconds for answers to clients that wait for results when the service ends."""
 _IDLE_S = 60.0
 """Time in seconds for which an unused connection stays open. Heartbeats come each 10 seconds."""
 
@@ -87,6 +89,8 @@ async def serving(
                 await asyncio.sleep(0.01)
         yield http_address(config.host.strip("[]"), listener.getsockname()[1])
     finally:
+        service.state.promises.give_up()
+        await asyncio.sleep(_LAST_ANSWERS_S)
         task.cancel()
         await asyncio.wait({task}, timeout=_END_S)
         await service.stop()
