@@ -141,8 +141,7 @@ def data_lines(config: RunConfig) -> Iterator[str]:
 def _data_entries(config: RunConfig) -> list[DatasetConfig | EvalDataConfig]:
     if isinstance(config, EvalMasterConfig):
         return [config.data]
-    if not isinstance(config, RolloutMasterConfig | SupervisedMasterConfig):
-        return []  # clients of a service have the data
+    assert isinstance(config, RolloutMasterConfig | SupervisedMasterConfig), "a run trains or evaluates"
     return [*config.data.train_entries, *config.data.validation_entries]
 
 

@@ -42,6 +42,7 @@ _RESTARTS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
+    parser.add_argument("--dry-run", action="store_true", help="show what would be served, and start nothing")
     parser.add_argument("config", type=Path, metavar="FILE", help="YAML file of the service")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys over those of the file")
 
@@ -55,6 +56,11 @@ def main(arguments: argparse.Namespace) -> int:
 
     def work() -> int:
         config = load_config(arguments.config, arguments.overrides, schema=ServiceMasterConfig)
+        if arguments.dry_run:
+            from nemo_rl.commands.service_plan import show_plan
+
+            show_plan(config)
+            return 0
         return serve(config, _open_models)
 
     leave_at_once()

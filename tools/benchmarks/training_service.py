@@ -55,7 +55,8 @@ def overrides_of(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "service.model_aliases=[served]",
         f"service.state_dir={folder / 'state'}",
         f"service.log_dir={folder / 'logs'}",
-        "service.max_resident_models=16",
+        "service.max_resident_models=64",
+        "service.max_models_per_key=64",
         "service.port=0",
         *arguments.overrides,
     ]
