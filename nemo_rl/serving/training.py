@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.schema.service import ServiceConfig
 from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdamParams, AdapterModels, AdapterSpec, RequestError
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import RequestOutcome
@@ -61,8 +60,7 @@ class CommandRunner:
         self._state = state
         self._samplers = samplers
         self._limits = limits
-        self._config: ServiceConfig = limits.config
-        folder = self._config.log_dir
+        folder = limits.config.log_dir
         self._log = RunLog(None if folder is None else Path(folder))
         self._numbers = itertools.count(1)
         self._kinds: Mapping[str, Callable[[Tenant, Command, bytes], Awaitable[RequestOutcome]]] = {
@@ -88,7 +86,7 @@ class CommandRunner:
             promise.resolve(outcome)
         if command.kind == "optim_step" and not outcome.has_failed:
             tenant.steps_since_state += 1
-            if tenant.steps_since_state >= self._config.state_every:
+            if tenant.steps_since_state >= self._limits.config.state_every:
                 await self._store_state(tenant, tenant.done_seq)
         return command.kind
 
@@ -117,11 +115,11 @@ class CommandRunner:
         for attempt in range(_ATTEMPTS):
             body = tenant.body_of(command)
             task = asyncio.ensure_future(self._kinds[command.kind](tenant, command, body))
-            await asyncio.wait({task}, timeout=self._config.command_s)
+            await asyncio.wait({task}, timeout=self._limits.config.command_s)
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=1.0)
-                problem = f"it took longer than {self._config.command_s:g} s (service.command_s)"
+                problem = f"it took longer than {self._limits.config.command_s:g} s (service.command_s)"
                 tenant.adapter = None
                 break
             error = task.exception()
@@ -165,7 +163,7 @@ class CommandRunner:
             await self._models.update(adapter, _adam_params(read_json(body)))
             self._log.forget_passes(tenant)
         else:
-            call = read_pass(parsed(ForwardBackwardRequest, body), self._models.limits, self._config.max_request_tokens)
+            call = read_pass(parsed(ForwardBackwardRequest, body), self._models.limits, self._limits.config.max_request_tokens)
             result = await self._models.run_pass(adapter, call.data, call.loss, backward=True)
             self._log.add_pass(tenant, call.data, result)
         tenant.has_gradients = command.kind != "optim_step"
@@ -173,7 +171,7 @@ class CommandRunner:
     async def _make_room(self, tenant: Tenant) -> None:
         resident = [each for each in self._state.tenants.all() if each.adapter is not None and each is not tenant]
         resident.sort(key=lambda each: each.used_at)
-        for each in resident[: max(0, len(resident) + 1 - self._config.max_resident_models)]:
+        for each in resident[: max(0, len(resident) + 1 - self._limits.config.max_resident_models)]:
             await self.evict(each)
 
     async def _drop(self, tenant: Tenant) -> None:
@@ -197,7 +195,7 @@ class CommandRunner:
 
     async def _pass(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         message = await asyncio.to_thread(parsed, ForwardBackwardRequest, body)
-        call = await asyncio.to_thread(read_pass, message, self._models.limits, self._config.max_request_tokens)
+        call = await asyncio.to_thread(read_pass, message, self._models.limits, self._limits.config.max_request_tokens)
         adapter = await self._ready(tenant)
         tenant.has_gradients |= call.backward
         result = await self._models.run_pass(adapter, call.data, call.loss, backward=call.backward)
