@@ -163,7 +163,8 @@ class CommandRunner:
             await self._models.update(adapter, _adam_params(read_json(body)))
             self._log.forget_passes(tenant)
         else:
-            call = read_pass(parsed(ForwardBackwardRequest, body), self._models.limits, self._limits.config.max_request_tokens)
+            message, most = parsed(ForwardBackwardRequest, body), self._limits.config.max_request_tokens
+            call = read_pass(message, self._models.limits, most)
             result = await self._models.run_pass(adapter, call.data, call.loss, backward=True)
             self._log.add_pass(tenant, call.data, result)
         tenant.has_gradients = command.kind != "optim_step"
