@@ -7,7 +7,6 @@ clients can connect, and a stop signal ends the service with what clients were t
 import argparse
 import asyncio
 import logging
-import os
 import signal
 import sys
 import threading
@@ -125,7 +124,7 @@ def _serve_until_loss(
         ended.set()
 
     async def run() -> None:
-        async with serving(models, config.service, names_of(config), tokenizer, end_after) as address:
+        async with serving(models, config.service, config.served_names, tokenizer, end_after) as address:
             # The same port after the next start, if it was a free one.
             config.service.port = int(address.rpartition(":")[2])
             sys.stdout.write(f"Serving on {address}\n")
@@ -143,10 +142,3 @@ def _serve_until_loss(
     finally:
         close()
     return losses[0] if losses and not stop.is_set() else None
-
-
-def names_of(config: "ServiceMasterConfig") -> list[str]:
-    """Return the names of the base model that clients may use: its folder or hub id, and the aliases."""
-    name = config.policy.model_name
-    below = os.path.relpath(name) if os.path.isabs(name) else name
-    return list(dict.fromkeys([*config.service.model_aliases, name, *([] if below.startswith("..") else [below])]))

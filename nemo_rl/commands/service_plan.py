@@ -9,7 +9,6 @@ from pathlib import Path
 
 from nemo_rl.algorithms.setup.memory_forecast import device_bytes
 from nemo_rl.commands.dry_run import layout_lines
-from nemo_rl.commands.serve import names_of
 from nemo_rl.config.runs.service import ServiceMasterConfig
 from nemo_rl.launch.checks import (
     Request,
@@ -67,7 +66,7 @@ def service_lines(config: ServiceMasterConfig) -> list[str]:
     logs = "none" if service.log_dir is None else str(writable_folder(service.log_dir, "service.log_dir"))
     return [
         _line("address", http_address(service.host.strip("[]"), service.port)),
-        _line("models", ", ".join(names_of(config))),
+        _line("models", ", ".join(config.served_names)),
         _line("users", users),
         _line("state", str(writable_folder(service.state_dir, "service.state_dir"))),
         _line("logs", logs),
