@@ -49,7 +49,7 @@ class Server(ExampleRun):
     group: int
 
     @classmethod
-    def start(cls, folder: Path, port: int) -> "Server":
+    def start(cls, folder: Path, port: int, resident: int) -> "Server":
         folder.mkdir(parents=True, exist_ok=True)
         log_path = folder / f"console_{time.monotonic_ns()}.log"
         keys = {
@@ -57,7 +57,7 @@ class Server(ExampleRun):
             "service.state_dir": folder / "state",
             "service.log_dir": "null",
             "service.state_every": 3,
-            "service.max_resident_models": 2,
+            "service.max_resident_models": resident,
             "cluster.max_run_restarts": 1000,
             "cluster.max_actor_restarts": 1000,
         }
@@ -173,7 +173,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def test_tenants_get_the_same_bits_whatever_is_killed(tmp_path: Path, processes: list[Any]) -> None:
     calm = tmp_path / "calm"
-    server = Server.start(calm, free_port())
+    server = Server.start(calm, free_port(), resident=16)
     processes.append(server.process)
     server.await_answer()
     tenants = start_tenants(server.port, calm, 0.0)
@@ -185,7 +185,7 @@ def test_tenants_get_the_same_bits_whatever_is_killed(tmp_path: Path, processes:
     expected = results(calm)
 
     killed, folder, draws = Counter[str](), tmp_path / "killed", random.Random(SEED)
-    server = Server.start(folder, free_port())
+    server = Server.start(folder, free_port(), resident=2)
     processes.append(server.process)
     server.await_answer()
     tenants = start_tenants(server.port, folder, PAUSE_S)
@@ -200,7 +200,7 @@ def test_tenants_get_the_same_bits_whatever_is_killed(tmp_path: Path, processes:
         if victim == "server":
             server.end()
             assert server.survivors(60) == []
-            server = Server.start(folder, server.port)
+            server = Server.start(folder, server.port, resident=2)
             processes.append(server.process)
         elif not server.processes(*VICTIMS[victim]):
             continue  # the models are being started
