@@ -29,12 +29,13 @@ def datum(first: int, length: int, of_loss: dict[str, list[float]]) -> types.Dat
     )
 
 
-def batch(name: str, step: int) -> tuple[list[types.Datum], str]:
+def batch(name: str, step: int) -> tuple[list[types.Datum], types.LossFnType]:
     """The rows of a step, and the name of its loss."""
-    if step % 3 == 2:
-        inputs, loss = {"logprobs": [-3.0] * 20, "advantages": [1.0, -0.5] * 10}, "importance_sampling"
+    loss: types.LossFnType = "importance_sampling" if step % 3 == 2 else "cross_entropy"
+    if loss == "cross_entropy":
+        inputs = {"weights": [1.0] * 20}
     else:
-        inputs, loss = {"weights": [1.0] * 20}, "cross_entropy"
+        inputs = {"logprobs": [-3.0] * 20, "advantages": [1.0, -0.5] * 10}
     first = ord(name[0]) + 31 * step
     return [datum(first + 11 * row, length, inputs) for row, length in enumerate(LENGTHS)], loss
 
@@ -55,7 +56,7 @@ def work(name: str, rank: int, steps: int, pause_s: float) -> list[Any]:
         passes = [trainer.forward_backward(data[:2], loss), trainer.forward_backward(data[2:], loss)]
         update = trainer.optim_step(types.AdamParams(learning_rate=5e-3, weight_decay=0.1, grad_clip_norm=1.0))
         seen += [each.result().metrics["loss:sum"] for each in passes]
-        seen.append(update.result().metrics["grad_norm"])
+        seen.append(update.result().metrics)
         if step % 4 == 1:
             seen.append(sampled(trainer.save_weights_and_get_sampling_client().result(), step))
         if step % 5 == 2:
