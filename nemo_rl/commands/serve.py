@@ -6,17 +6,23 @@ clients can connect, and a stop signal ends the service with what clients were t
 
 import argparse
 import asyncio
-import os
+import logging
 import signal
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nemo_rl.config.runs.service import ServiceMasterConfig
+    from nemo_rl.data.interfaces import TokenizerType
     from nemo_rl.serving.interfaces import AdapterModels
+    from nemo_rl.utils.errors import NemoRLError
+
+logger = logging.getLogger(__name__)
 
 NAME = "serve"
 SUMMARY = "serve training to programs that use the Tinker library"
@@ -28,10 +34,14 @@ a service that is started again on the same service.state_dir continues where it
 """
 _POLL_S = 0.1
 _END_S = 60.0
+_HOUR_S = 3600.0
+_RESTARTS = 3
+"""Number of starts of the models within an hour after losses of processes, unless the configuration gives one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
+    parser.add_argument("--dry-run", action="store_true", help="show what would be served, and start nothing")
     parser.add_argument("config", type=Path, metavar="FILE", help="YAML file of the service")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys over those of the file")
 
@@ -45,6 +55,11 @@ def main(arguments: argparse.Namespace) -> int:
 
     def work() -> int:
         config = load_config(arguments.config, arguments.overrides, schema=ServiceMasterConfig)
+        if arguments.dry_run:
+            from nemo_rl.commands.service_plan import show_plan
+
+            show_plan(config)
+            return 0
         return serve(config, _open_models)
 
     leave_at_once()
@@ -65,49 +80,66 @@ def serve(
 ) -> int:
     """Serve until a stop signal, and return the exit status.
 
+    If a process of the models dies, all of them are started again, and the service continues from its files. Clients
+    notice a delay only.
+
     Args:
         open_models: function that starts the models, and returns them and a function that ends them.
 
     Raises:
         ConfigError: a key cannot be used.
-        WorkerDiedError: a process of the models has died. A service that is started again continues.
+        WorkerDiedError: processes of the models have died more often than `cluster.max_run_restarts` allows.
+        RayDiedError: Ray has lost a process. A service that is started again continues.
     """
     from nemo_rl.data.tokenizer import get_tokenizer
-    from nemo_rl.host.boundary import in_background
-    from nemo_rl.serving.http.server import serving
-    from nemo_rl.utils.errors import WorkerDiedError
+    from nemo_rl.utils.errors import RayDiedError
 
     tokenizer = get_tokenizer(config.policy.tokenizer)
-    models, close = open_models(config)
-    stop, losses = threading.Event(), list[WorkerDiedError]()
+    allowed, times = config.cluster.max_run_restarts, deque[float]()
+    stop = threading.Event()
+    while (loss := _serve_until_loss(config, open_models, tokenizer, stop)) is not None:
+        times.append(time.monotonic())
+        while times[-1] - times[0] > _HOUR_S:
+            times.popleft()
+        if isinstance(loss, RayDiedError) or len(times) > (_RESTARTS if allowed is None else allowed):
+            raise loss
+        logger.warning("Restart %d within an hour: all ranks and engines are started again. %s", len(times), loss)
+    return 0
 
-    def end_after(error: WorkerDiedError) -> None:
+
+def _serve_until_loss(
+    config: "ServiceMasterConfig",
+    open_models: "Callable[[ServiceMasterConfig], tuple[AdapterModels, Callable[[], None]]]",
+    tokenizer: "TokenizerType",
+    stop: threading.Event,
+) -> "NemoRLError | None":
+    """Serve until a stop signal, or until the models lose a process, and return the error of the loss."""
+    from nemo_rl.host.boundary import in_background
+    from nemo_rl.serving.http.server import serving
+
+    models, close = open_models(config)
+    ended, losses = threading.Event(), list["NemoRLError"]()
+
+    def end_after(error: "NemoRLError") -> None:
         losses.append(error)
-        stop.set()
+        ended.set()
 
     async def run() -> None:
-        async with serving(models, config.service, names_of(config), tokenizer, end_after) as address:
+        async with serving(models, config.service, config.served_names, tokenizer, end_after) as address:
+            # The same port after the next start, if it was a free one.
+            config.service.port = int(address.rpartition(":")[2])
             sys.stdout.write(f"Serving on {address}\n")
             sys.stdout.flush()
-            while not stop.is_set():
+            while not (stop.is_set() or ended.is_set()):
                 await asyncio.sleep(_POLL_S)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     running = in_background(lambda: asyncio.run(run()), "service")
     try:
-        while not running.done() and not stop.wait(_POLL_S):
+        while not (running.done() or stop.is_set() or ended.wait(_POLL_S)):
             pass
         running.result(_END_S)
     finally:
         close()
-    if losses:
-        raise losses[0]
-    return 0
-
-
-def names_of(config: "ServiceMasterConfig") -> list[str]:
-    """Return the names of the base model that clients may use: its folder or hub id, and the aliases."""
-    name = config.policy.model_name
-    below = os.path.relpath(name) if os.path.isabs(name) else name
-    return list(dict.fromkeys([*config.service.model_aliases, name, *([] if below.startswith("..") else [below])]))
+    return losses[0] if losses and not stop.is_set() else None

@@ -199,7 +199,7 @@ def check_logs(request: Request) -> Passed:
     config = request.config
     assert isinstance(config, MasterConfig), "an evaluation has no logger"
     check_trackers(config.logger)
-    return Passed(f"logs go to {_writable(config.logger.log_dir, 'logger.log_dir')}")
+    return Passed(f"logs go to {writable_folder(config.logger.log_dir, 'logger.log_dir')}")
 
 
 def check_model_names(request: Request) -> Passed:
@@ -286,7 +286,7 @@ def check_checkpoints(request: Request) -> Passed:
 
     config = request.config
     assert isinstance(config, MasterConfig), "an evaluation trains nothing"
-    folder = _writable(config.checkpointing.checkpoint_dir, "checkpointing.checkpoint_dir")
+    folder = writable_folder(config.checkpointing.checkpoint_dir, "checkpointing.checkpoint_dir")
     sizes = checkpoint_sizes(config.models, config.checkpointing)
     found = f"{readable_bytes(free_bytes(folder))} free in {folder}"
     if sizes is None:
@@ -315,7 +315,7 @@ def check_data(request: Request) -> Passed:
     return Passed(f"{len(prompts)} problems")
 
 
-def _writable(path: str, key: str) -> Path:
+def writable_folder(path: str, key: str) -> Path:
     """Return the absolute folder if this user may create it or write into it."""
     folder = Path(path).absolute()
     nearest = next(place for place in (folder, *folder.parents) if place.exists())

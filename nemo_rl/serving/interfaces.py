@@ -16,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
-from nemo_rl.utils.errors import NemoRLError
+from nemo_rl.utils.errors import NemoRLError, RayDiedError, WorkerDiedError
+
+PROCESS_LOSSES = (WorkerDiedError, RayDiedError)
+"""Errors after which no request can be executed until the models are started again."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class ServedModels(AdapterModels):
         """Make an update (`AdapterModels.update`)."""
         self._require(adapter)
         norm = await self._turn(self._policy.update, adapter, update_params(params))
-        return {"grad_norm": norm, "learning_rate": params.learning_rate}
+        return {"grad_norm": norm}
 
     async def save(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
         """Write an adapter (`AdapterModels.save`). The optimizer's state includes the gradients since its update."""

@@ -76,7 +76,7 @@ class Promise:
             self._is_there.set()
 
     async def wait(self, seconds: float) -> RequestOutcome | None:
-        """Return the result, or None if it is not there in time."""
+        """Return the result, or None if it is not there in time or the process ends."""
         if self.outcome is None:
             try:
                 async with asyncio.timeout(seconds):
@@ -84,6 +84,10 @@ class Promise:
             except TimeoutError:
                 return None
         return self.outcome
+
+    def give_up(self) -> None:
+        """Let all waits end without a result, now and later."""
+        self._is_there.set()
 
     def note_delivery(self) -> None:
         """Note that the result is sent to a client."""
@@ -118,6 +122,11 @@ class PromiseBook:
     def unresolved(self, wanted: Callable[[Promise], bool]) -> Iterator[Promise]:
         """Yield the promises without results that a function accepts."""
         yield from (each for each in self._promises.values() if each.outcome is None and wanted(each))
+
+    def give_up(self) -> None:
+        """Let clients stop waiting, because the process ends. They ask the next one."""
+        for promise in self._promises.values():
+            promise.give_up()
 
     def remove_over(self) -> list[Promise]:
         """Remove and return the promises whose time is over."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_rl.files.writing import write_atomically
 from nemo_rl.models.generation.interfaces import GenerationResult
-from nemo_rl.serving.interfaces import AdapterModels, PromptScores, RequestError, ScoreRequest
+from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdapterModels, PromptScores, RequestError, ScoreRequest
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import Promise, RequestOutcome
 from nemo_rl.serving.samplers import SamplerPool
@@ -25,7 +25,6 @@ from nemo_rl.serving.store.tenants import digest_of
 from nemo_rl.serving.turns import FairGate
 from nemo_rl.serving.wire.bodies import SampleBody, read_body, read_json
 from nemo_rl.serving.wire.samples import SampleCall, read_sample, write_sample
-from nemo_rl.utils.errors import WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ class SampleRunner:
             error = None if task.cancelled() else task.exception()
             if error is not None:
                 self.note_error(error)
-            if not isinstance(error, WorkerDiedError):
+            if not isinstance(error, PROCESS_LOSSES):
                 promise.resolve(_outcome(task, promise.id))
 
         task = asyncio.create_task(answer())

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.schema.service import ServiceConfig
-from nemo_rl.serving.interfaces import AdapterModels, AdapterSpec, RequestError
+from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdapterModels, AdapterSpec, RequestError
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import UNASKED_S, Promise, RequestOutcome
 from nemo_rl.serving.samplers import SamplerPool
@@ -30,7 +30,7 @@ from nemo_rl.serving.store.tenants import Command, Tenant, TenantDetails, digest
 from nemo_rl.serving.training import CommandRunner
 from nemo_rl.serving.turns import TurnTable
 from nemo_rl.serving.wire.bodies import CreateModelBody, CreateSamplerBody, LoadWeightsBody, LoraBody, OptimizerBody
-from nemo_rl.utils.errors import WorkerDiedError
+from nemo_rl.utils.errors import NemoRLError
 from nemo_rl.utils.seed import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Service:
         models: AdapterModels,
         config: ServiceConfig,
         names: list[str],
-        on_loss: Callable[[WorkerDiedError], None] = lambda error: None,
+        on_loss: Callable[[NemoRLError], None] = lambda error: None,
     ) -> None:
         self.on_loss = on_loss
         self.models = models
@@ -306,7 +306,8 @@ class Service:
             raise
         error = task.exception()
         if error is not None:
-            logger.error("The service will try again", exc_info=error)
+            if not isinstance(error, PROCESS_LOSSES):
+                logger.error("The service will try again", exc_info=error)
             self._note_loss(error)
             await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
         return error is None
@@ -334,8 +335,8 @@ class Service:
         self._removed.add(session.id)
 
     def _note_loss(self, error: BaseException) -> None:
-        """Tell the program that the models have lost a process, so that it ends and is started again."""
-        if isinstance(error, WorkerDiedError):
+        """Tell the program that the models have lost a process, so that they are started again."""
+        if isinstance(error, PROCESS_LOSSES):
             self.on_loss(error)
 
     async def _sweep(self) -> None:

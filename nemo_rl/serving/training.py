@@ -17,8 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.schema.service import ServiceConfig
-from nemo_rl.serving.interfaces import AdamParams, AdapterModels, AdapterSpec, RequestError
+from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdamParams, AdapterModels, AdapterSpec, RequestError
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import RequestOutcome
 from nemo_rl.serving.run_log import RunLog
@@ -39,7 +38,6 @@ from nemo_rl.serving.wire.bodies import (
 )
 from nemo_rl.serving.wire.messages import ForwardBackwardRequest, parsed
 from nemo_rl.serving.wire.passes import read_pass, write_output
-from nemo_rl.utils.errors import WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +60,7 @@ class CommandRunner:
         self._state = state
         self._samplers = samplers
         self._limits = limits
-        self._config: ServiceConfig = limits.config
-        folder = self._config.log_dir
+        folder = limits.config.log_dir
         self._log = RunLog(None if folder is None else Path(folder))
         self._numbers = itertools.count(1)
         self._kinds: Mapping[str, Callable[[Tenant, Command, bytes], Awaitable[RequestOutcome]]] = {
@@ -89,7 +86,7 @@ class CommandRunner:
             promise.resolve(outcome)
         if command.kind == "optim_step" and not outcome.has_failed:
             tenant.steps_since_state += 1
-            if tenant.steps_since_state >= self._config.state_every:
+            if tenant.steps_since_state >= self._limits.config.state_every:
                 await self._store_state(tenant, tenant.done_seq)
         return command.kind
 
@@ -112,17 +109,17 @@ class CommandRunner:
         """Return the result of a command. Errors of the server are logged, and tried again once.
 
         Raises:
-            WorkerDiedError: the models have lost a process, so no command can be executed.
+            WorkerDiedError, RayDiedError: the models have lost a process, so no command can be executed.
         """
         problem = "it was not tried"
         for attempt in range(_ATTEMPTS):
             body = tenant.body_of(command)
             task = asyncio.ensure_future(self._kinds[command.kind](tenant, command, body))
-            await asyncio.wait({task}, timeout=self._config.command_s)
+            await asyncio.wait({task}, timeout=self._limits.config.command_s)
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=1.0)
-                problem = f"it took longer than {self._config.command_s:g} s (service.command_s)"
+                problem = f"it took longer than {self._limits.config.command_s:g} s (service.command_s)"
                 tenant.adapter = None
                 break
             error = task.exception()
@@ -130,8 +127,8 @@ class CommandRunner:
                 return task.result()
             if isinstance(error, RequestError | RefusedError):
                 return RequestOutcome.failed(str(error), "user")
-            if isinstance(error, WorkerDiedError):
-                raise error  # another process of the service executes the command
+            if isinstance(error, PROCESS_LOSSES):
+                raise error  # the command is executed after the next start of the models
             logger.error("%s, command %d, attempt %d", tenant.id, command.seq_id, attempt + 1, exc_info=error)
             problem = type(error).__name__
             tenant.adapter = None  # what is in memory is unknown now
@@ -166,7 +163,8 @@ class CommandRunner:
             await self._models.update(adapter, _adam_params(read_json(body)))
             self._log.forget_passes(tenant)
         else:
-            call = read_pass(parsed(ForwardBackwardRequest, body), self._models.limits, self._config.max_request_tokens)
+            message, most = parsed(ForwardBackwardRequest, body), self._limits.config.max_request_tokens
+            call = read_pass(message, self._models.limits, most)
             result = await self._models.run_pass(adapter, call.data, call.loss, backward=True)
             self._log.add_pass(tenant, call.data, result)
         tenant.has_gradients = command.kind != "optim_step"
@@ -174,7 +172,7 @@ class CommandRunner:
     async def _make_room(self, tenant: Tenant) -> None:
         resident = [each for each in self._state.tenants.all() if each.adapter is not None and each is not tenant]
         resident.sort(key=lambda each: each.used_at)
-        for each in resident[: max(0, len(resident) + 1 - self._config.max_resident_models)]:
+        for each in resident[: max(0, len(resident) + 1 - self._limits.config.max_resident_models)]:
             await self.evict(each)
 
     async def _drop(self, tenant: Tenant) -> None:
@@ -198,7 +196,7 @@ class CommandRunner:
 
     async def _pass(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         message = await asyncio.to_thread(parsed, ForwardBackwardRequest, body)
-        call = await asyncio.to_thread(read_pass, message, self._models.limits, self._config.max_request_tokens)
+        call = await asyncio.to_thread(read_pass, message, self._models.limits, self._limits.config.max_request_tokens)
         adapter = await self._ready(tenant)
         tenant.has_gradients |= call.backward
         result = await self._models.run_pass(adapter, call.data, call.loss, backward=call.backward)

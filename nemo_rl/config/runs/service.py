@@ -1,5 +1,6 @@
 """Define the configuration of the training service."""
 
+import os
 from collections.abc import Iterator
 from typing import ClassVar, override
 
@@ -31,6 +32,14 @@ class ServiceMasterConfig(RunConfig):
     @override
     def models(self) -> dict[str, Role]:
         return {"policy": Role(self.policy)}
+
+    @property
+    def served_names(self) -> list[str]:
+        """Names of the base model that clients may use: the aliases, and its folder or hub id."""
+        name = self.policy.model_name
+        below = os.path.relpath(name) if os.path.isabs(name) else name
+        names = [*self.service.model_aliases, name, *([] if below.startswith("..") else [below])]
+        return list(dict.fromkeys(names))
 
     @override
     def path_keys(self) -> Iterator[PathKey]:

@@ -125,7 +125,8 @@ class ClusterConfig(Section):
     max_run_restarts: CountOrZero | None = None
     """Number of times that a run replaces the ranks of its models after a rank died or hung, and trains again from the
     newest checkpoint, or from step 1 without one. Engines and environments are kept. null: 3 with
-    checkpointing.enabled, else 0."""
+    checkpointing.enabled, else 0. The training service starts its ranks and engines again so many times within an hour;
+    null: 3."""
     rollout_runners: WorkersOrNone = 0
     """Number of actors, on different nodes, that sample rollouts; 0: the driver samples them. With runners, tokens and
     texts stay in Ray's object store, and the driver gets only lengths, rewards and versions. Each runner has its own

@@ -139,6 +139,8 @@ def _read_shape(folder: Path, slots: AdapterSlots) -> tuple[AdapterShape, list[s
             f"{folder} does not fit the base model: {len(foreign)} of {len(names)} adapted layers are no linear layers "
             f"of it{f', for example {foreign[0]!r}' if foreign else ''}."
         )
+    # The order of a new adapter's layers, not of the file: the norm of the gradient is added up in it.
+    names = [name for name in slots.sizes if name in set(names)]
     whole = AdapterShape(int(described["r"]), float(described["lora_alpha"]), **_groups(names, slots.head))
     if (folder / SHAPE_FILE).exists():
         return AdapterShape(**(asdict(whole) | json.loads(read_text(folder / SHAPE_FILE)))), names

@@ -27,12 +27,14 @@ from nemo_rl.serving.interfaces import AdapterModels
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.keys import KeyBook
 from nemo_rl.utils.addresses import http_address, listener_of
-from nemo_rl.utils.errors import WorkerDiedError
+from nemo_rl.utils.errors import NemoRLError
 
 logger = logging.getLogger(__name__)
 
 _START_S = 30.0
 _END_S = 5.0
+_LAST_ANSWERS_S = 0.05
+"""Time in seconds for answers to clients that wait for results when the service ends."""
 _IDLE_S = 60.0
 """Time in seconds for which an unused connection stays open. Heartbeats come each 10 seconds."""
 
@@ -59,7 +61,7 @@ async def serving(
     config: ServiceConfig,
     names: list[str],
     tokenizer: TokenizerType | None = None,
-    on_loss: Callable[[WorkerDiedError], None] = lambda error: None,
+    on_loss: Callable[[NemoRLError], None] = lambda error: None,
 ) -> AsyncIterator[str]:
     """Serve for the time of a block, which gets the address.
 
@@ -87,6 +89,8 @@ async def serving(
                 await asyncio.sleep(0.01)
         yield http_address(config.host.strip("[]"), listener.getsockname()[1])
     finally:
+        service.state.promises.give_up()
+        await asyncio.sleep(_LAST_ANSWERS_S)
         task.cancel()
         await asyncio.wait({task}, timeout=_END_S)
         await service.stop()

@@ -27,6 +27,11 @@ class KeyBook:
     def __init__(self, file: Path | None = None) -> None:
         self._names = None if file is None else _read_keys(file)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the users in the file."""
+        return sorted(set((self._names or {}).values()))
+
     def user_of(self, key: str) -> str | None:
         """Return the name of the user with a key, or None if the key is unknown."""
         if not _KEY.fullmatch(key):

@@ -85,6 +85,8 @@ class Tenant:
     """Number of the last command in order whose result is stored."""
     state_seq: int = field(default=-1, init=False)
     """Number of the last command that the stored state contains, or -1 without a stored state."""
+    num_updates: int = field(default=0, init=False)
+    """Number of updates whose results are stored."""
     adapter: str | None = field(default=None, init=False)
     """Name of the adapter in memory, or None if there is none."""
     has_gradients: bool = field(default=False, init=False)
@@ -109,14 +111,6 @@ class Tenant:
     def session_id(self) -> str:
         """Id of the session that made it."""
         return self.id.split(":")[0]
-
-    @property
-    def num_updates(self) -> int:
-        """Number of updates whose results are stored."""
-        return sum(
-            command.kind == "optim_step" and command.is_done and not command.has_failed
-            for command in self.commands.values()
-        )
 
     @property
     def queued_bytes(self) -> int:
@@ -225,6 +219,7 @@ class Tenant:
         command = self.commands[seq_id]
         command.is_done, command.has_failed = True, has_failed
         self.done_seq = seq_id
+        self.num_updates += command.kind == "optim_step" and not has_failed
         self._waiting.pop(seq_id, None)
 
     def _remove_superfluous(self) -> None:

@@ -24,6 +24,7 @@ from nemo_rl.config.base.defaults import is_interpolation
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.models import check_backend
+from nemo_rl.config.runs.service import ServiceMasterConfig
 from nemo_rl.config.schema.algorithms.teachers import TeacherLayoutConfig
 from nemo_rl.config.schema.model.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.schema.model.parallel import DTensorConfig, TrainingBackendConfig
@@ -31,6 +32,7 @@ from nemo_rl.environments.workers.loading import WORKER_KEYS
 from nemo_rl.losses.preference import DPOLossConfig, KTOLossConfig
 
 LIBRARY = REPOSITORY_ROOT / "nemo_rl"
+MASTERS = (*ALGORITHMS.values(), ServiceMasterConfig)
 TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
 
 BY_COMPUTED_NAME = {
@@ -148,7 +150,7 @@ def idle_keys(reads: AttributeReads) -> set[str]:
     computed = {(section, key) for (section, _), names in BY_COMPUTED_NAME.items() for key in names}
     found = reads.found | computed
     idle = set()
-    for master in ALGORITHMS.values():
+    for master in MASTERS:
         walked = list(keys(master, ""))
         inherited = {section.inherits: section for _, section, _ in walked if section.inherits}
         for path, section, key in walked:
@@ -222,7 +224,7 @@ def test_a_key_that_is_no_longer_read_is_found(sources: dict[Path, str], name: s
 
 
 def test_notices_name_existing_keys() -> None:
-    for master in ALGORITHMS.values():
+    for master in MASTERS:
         for section in {section for _, section, _ in keys(master, "")}:
             assert set(section.idle) <= set(section.model_fields)
             assert not set(section.ignored) & set(section.model_fields)

@@ -156,9 +156,9 @@ def test_a_saved_adapter_continues_in_other_processes(models, others, loop, tmp_
 
     async def go_on(served: ServedModels, name: str) -> list[Any]:
         result = await served.run_pass(name, [datum(7, 11)], CE, backward=True)
-        await served.update(name, AdamParams(learning_rate=0.05))
+        norm = await served.update(name, AdamParams(learning_rate=0.05, grad_clip_norm=0.5))
         after = await served.run_pass(name, [datum(8, 11)], CE, backward=False)
-        return [result.metrics, after.metrics, after.outputs[0]["logprobs"].tobytes()]
+        return [result.metrics, after.metrics, after.outputs[0]["logprobs"].tobytes(), norm]
 
     async def use() -> None:
         await models.create("saved", SPEC)

@@ -35,5 +35,6 @@ def test_updates_of_each_model_are_lines_of_its_run(tmp_path):
     assert of_model[0][2]["loss"] == pytest.approx(sum(sums) / 6)
     assert of_model[1][2]["loss"] == pytest.approx(last)
     assert of_model[0][2]["lr"] == 0.5
+    assert set(of_model[0][2]) == {"loss", "lr", "grad_norm", "num_tokens", "num_sequences"}
     assert of_other[0][:2] == (1, "train")
     assert "loss" not in of_other[0][2]
