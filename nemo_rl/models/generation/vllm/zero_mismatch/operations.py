@@ -10,7 +10,7 @@
 - Log-probabilities: the trainer widens logits before scale and cap, and subtracts one normalizer.
 
 Invariant: with `host.row_invariance.compute_rows_alike`, the log-probability of a token has the bits of the trainer's,
-for the models that `check.ZERO_MISMATCH_TYPES` names. These functions run in vLLM's worker.
+for the models that `check.PROVEN_TYPES` names. These functions run in vLLM's worker.
 """
 
 from typing import Any
@@ -95,6 +95,6 @@ def _normalize_as_the_trainer() -> None:
 
 
 def normalized(logits_nV: Tensor) -> Tensor:
-    """Return log-probabilities `[n, V]` float32, as `generation.rows.filtered_logprobs` computes them."""
+    """Return log-probabilities `[n, V]` float32, as `generation.draws.filtered_logprobs` computes them."""
     logits_nV = logits_nV.float()
     return logits_nV - log_normalizer(logits_nV)[:, None]

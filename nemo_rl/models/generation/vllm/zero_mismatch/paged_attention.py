@@ -1,8 +1,8 @@
 """Compute vLLM's attention on CPUs with the trainer's kernel, over vLLM's paged cache.
 
 `TrainerAttentionBackend` replaces vLLM's backend `CPU_ATTN`. vLLM chooses blocks of the cache and gives each sequence a
-table of blocks, as for its own kernel. A step gathers the keys and values of each sequence in the order of its tokens,
-and calls `models.attention.kernels.attend`, which the trainer also calls.
+table of blocks, as for its own kernel. A step finds the cache positions of each sequence's tokens in their order, and
+`models.attention.cached_pass.SeenTokens` computes the attention to them with the trainer's bits.
 
 Blocks have another layout than with vLLM's kernel: `[tokens of a block, key or value, heads, size]`. Only this module
 reads and writes them. Invariant: a token sees the tokens of its own sequence up to itself, within the layer's window.
@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from nemo_rl.models.attention.kernels import attend
+from nemo_rl.models.attention.cached_pass import SeenTokens
 from nemo_rl.models.attention.plan import AttentionPlan, Piece, Scoring
 
 
@@ -29,10 +29,8 @@ from nemo_rl.models.attention.plan import AttentionPlan, Piece, Scoring
 class PagedStep(CPUAttentionMetadata):
     """The tokens of one step. All layers with the same blocks share it."""
 
-    seen: Tensor | None = None
-    """`[K]` int64, cache positions of the tokens of each sequence, one sequence after another."""
-    plan: AttentionPlan | None = None
-    """The tokens of `seen` that each new token sees."""
+    seen: SeenTokens | None = None
+    """The cache positions that each new token sees."""
 
 
 class PagedStepBuilder(CPUAttentionMetadataBuilder):
@@ -42,7 +40,7 @@ class PagedStepBuilder(CPUAttentionMetadataBuilder):
         """Describe a step (`AttentionMetadataBuilder.build`)."""
         step, blocks = common_attn_metadata, common_attn_metadata.block_table_tensor
         starts, lengths = step.query_start_loc.tolist(), step.seq_lens.tolist()
-        seen = [positions_of(own, length, self.block_size) for own, length in zip(blocks, lengths, strict=False)]
+        places = [positions_of(own, length, self.block_size) for own, length in zip(blocks, lengths, strict=False)]
         return PagedStep(
             num_actual_tokens=step.num_actual_tokens,
             max_query_len=step.max_query_len,
@@ -52,8 +50,7 @@ class PagedStepBuilder(CPUAttentionMetadataBuilder):
             block_table=blocks,
             slot_mapping=step.slot_mapping,
             scheduler_metadata=None,  # for vLLM's kernel
-            seen=torch.cat(seen),
-            plan=plan_of(starts, lengths),
+            seen=SeenTokens(torch.cat(places), plan_of(starts, lengths)),
         )
 
 
@@ -105,13 +102,11 @@ class TrainerAttention(CPUAttentionBackendImpl):
         """
         if attn_metadata is None:  # vLLM measures memory
             return output
-        assert isinstance(attn_metadata, PagedStep)
-        assert attn_metadata.seen is not None and attn_metadata.plan is not None
+        assert isinstance(attn_metadata, PagedStep) and attn_metadata.seen is not None
         count = attn_metadata.num_actual_tokens
-        seen = by_token(kv_cache).index_select(0, attn_metadata.seen)
-        keys, values = (each.transpose(0, 1)[None] for each in seen.unbind(1))
-        out = attend(query[:count].transpose(0, 1)[None], keys, values, attn_metadata.plan, self._scoring)
-        output[:count].copy_(out[0].transpose(0, 1).reshape_as(output[:count]))
+        keys, values = by_token(kv_cache).unbind(1)
+        out = attn_metadata.seen.attend(query[:count], keys, values, self._scoring)
+        output[:count].copy_(out.reshape_as(output[:count]))
         return output
 
     def do_kv_cache_update(
