@@ -29,8 +29,10 @@ from nemo_rl.models.huggingface.folders import (
     CONFIG_FILE,
     PEFT_PREFIX,
     WEIGHTS_FILE,
+    extensions_of,
     peft_config,
     peft_key,
+    read_peft_config,
 )
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.utils.checkpoint import flush_folder, flush_tree
@@ -38,7 +40,6 @@ from nemo_rl.utils.errors import CheckpointError
 
 SHAPE_FILE = "adapter_shape.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
-_NOT_PLAIN = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 """Errors of files that are missing, damaged or not what their names say."""
 
@@ -126,11 +127,12 @@ def read_adapter_folder(folder: Path, slots: AdapterSlots, device: torch.device)
 
 def _read_shape(folder: Path, slots: AdapterSlots) -> tuple[AdapterShape, list[str]]:
     """Return the shape of a folder's adapter and the names of its layers."""
-    described = json.loads(read_text(folder / CONFIG_FILE))
-    extras = [name for name in _NOT_PLAIN if described.get(name)]
-    extras += ["bias"] if described.get("bias", "none") != "none" else []
-    if described.get("peft_type") != "LORA" or extras:
-        raise CheckpointError(f"{folder / CONFIG_FILE} describes more than a plain LoRA adapter: {', '.join(extras)}.")
+    described = read_peft_config(folder)
+    extensions = extensions_of(described)
+    if extensions:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} describes more than a plain LoRA adapter: {', '.join(extensions)}."
+        )
     keys = (key.removeprefix(PEFT_PREFIX) for key in TensorFiles([folder / WEIGHTS_FILE]))
     names = list(dict.fromkeys(key.rpartition(".lora_")[0] for key in keys))
     foreign = [name for name in names if name not in slots.sizes]

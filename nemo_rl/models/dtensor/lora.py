@@ -17,7 +17,6 @@ Invariant: a resumed run has the base of `policy.model_name` and the adapter of 
 raised if the base is not the one that the adapter was trained on.
 """
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,6 @@ from transformers.modeling_utils import PreTrainedModel
 from nemo_rl.config import LoraConfig
 from nemo_rl.distributed.ranks.placements import held_here, whole
 from nemo_rl.distributed.ranks.tensor_block import block_here
-from nemo_rl.files.regular_file import read_text
 from nemo_rl.models.adapters.lora_linear import SECTION, adapted_modules, adapter_parameters, apply_lora
 from nemo_rl.models.dtensor.checkpoints.model_files import saved_weights, weights_by_name
 from nemo_rl.models.dtensor.pipeline.stages import joined, of_all_stages, stage_of
@@ -109,7 +107,6 @@ def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
     require_moved(dict(zip(modules, moved.tolist(), strict=True)), SECTION)
 
 
-_NOT_MERGED = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 _HEADS = {SCORE_HEAD, "classifier"}
 """Names of heads that PEFT saves with the adapter of a sequence classifier, whichever of them the model has."""
 _MERGE_TOLERANCE = 1e-5
@@ -196,19 +193,16 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is missing, or the adapter is not `W + (alpha / r) B A`.
     """
-    for name in (folders.CONFIG_FILE, folders.WEIGHTS_FILE):
-        if not (folder / name).exists():
-            raise CheckpointError(f"{folder} holds no {name}, so it is not a LoRA adapter.")
-    described: dict[str, Any] = json.loads(read_text(folder / folders.CONFIG_FILE))
-    plain = described.get("peft_type") == "LORA" and isinstance(described.get("lora_alpha"), int)
-    extras = [name for name in _NOT_MERGED if described.get(name)]
+    described = folders.read_peft_config(folder)
+    if not (folder / folders.WEIGHTS_FILE).exists():
+        raise CheckpointError(f"{folder} holds no {folders.WEIGHTS_FILE}, so it is not a LoRA adapter.")
+    extensions = folders.extensions_of(described)
     if is_scoring_adapter(described) and set(described["modules_to_save"]) <= _HEADS:
-        extras.remove("modules_to_save")
-    extras += ["bias"] if described.get("bias", "none") != "none" else []
-    if not plain or extras:
+        extensions.remove("modules_to_save")
+    if extensions or not isinstance(described.get("lora_alpha"), int):
         raise CheckpointError(
             f"{folder / folders.CONFIG_FILE} describes more than a plain LoRA adapter with a whole lora_alpha"
-            f"{': ' + ', '.join(extras) if extras else ''}. Merge it with the PEFT library."
+            f"{': ' + ', '.join(extensions) if extensions else ''}. Merge it with the PEFT library."
         )
     return described
 

@@ -131,6 +131,7 @@ ADAPTER_FOLDER = "adapter"
 """Subfolder of a weights folder that holds the adapter."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
+_EXTENSIONS = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 _EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -173,16 +174,33 @@ def peft_config(
     }
 
 
+def read_peft_config(folder: Path) -> dict[str, Any]:
+    """Read the adapter_config.json of a LoRA adapter.
+
+    Raises:
+        CheckpointError: the folder has no such file.
+    """
+    file = folder / CONFIG_FILE
+    if not file.exists():
+        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}, so it is not a LoRA adapter.")
+    described: dict[str, Any] = json.loads(read_text(file))
+    return described
+
+
+def extensions_of(described: Mapping[str, Any]) -> list[str]:
+    """Return the settings of an adapter_config.json with which a layer is not `W + (alpha / r) B A`."""
+    extensions = [name for name in _EXTENSIONS if described.get(name)]
+    extensions += ["peft_type"] if described.get("peft_type") != "LORA" else []
+    return extensions + (["bias"] if described.get("bias", "none") != "none" else [])
+
+
 def adapter_scaling(folder: Path) -> float:
     """Return the factor `alpha / r` by which an adapter's product B A is multiplied.
 
     Raises:
         CheckpointError: the folder has no adapter_config.json.
     """
-    file = folder / CONFIG_FILE
-    if not file.exists():
-        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}, so it is not a LoRA adapter.")
-    described = json.loads(read_text(file))
+    described = read_peft_config(folder)
     return float(described["lora_alpha"] / described["r"])
 
 

@@ -229,7 +229,7 @@ def test_folders_that_do_not_fit_are_refused(base, group, tmp_path):
     without = worker.load_adapter("b", str(tmp_path / "a"), with_optimizer=True)
     assert isinstance(without, Refusal) and "no optimizer state" in without.reason
     missing = worker.load_adapter("b", str(tmp_path / "nothing"), with_optimizer=False)
-    assert isinstance(missing, Refusal) and "no adapter that can be read" in missing.reason
+    assert isinstance(missing, Refusal) and "holds no adapter_config.json" in missing.reason
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"damaged")
     damaged = worker.load_sampler("s", str(tmp_path / "a"))
     assert isinstance(damaged, Refusal)
