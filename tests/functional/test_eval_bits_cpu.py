@@ -66,9 +66,8 @@ def test_greedy_answers_have_the_same_bits_in_each_way(problems: Path, tmp_path:
         assert evaluated(tmp_path / str(number), problems, *greedy, *EACH_WAY[name]) == whole, name
 
 
-def test_without_the_key_answers_depend_on_the_batch(problems: Path, tmp_path: Path) -> None:
-    plain = "generation.zero_mismatch=false"
-    whole, single = (
-        evaluated(tmp_path / name, problems, plain, *more)[1] for name, more in (("all", ()), ("one", (ONE_BY_ONE,)))
-    )
-    assert whole != single
+def test_another_seed_gives_other_answers(problems: Path, tmp_path: Path) -> None:
+    """The comparison of the other tests sees a difference."""
+    first, second = (evaluated(tmp_path / str(seed), problems, f"eval.seed={seed}")[1] for seed in (42, 43))
+    assert [prompt for prompt, *_ in first] == [prompt for prompt, *_ in second]
+    assert sum(one != other for one, other in zip(first, second, strict=True)) > NUM_PROBLEMS
