@@ -40,7 +40,7 @@ BODIES = {
     "SampleRequest": bodies.SampleBody,
 }
 """Name of a type of the library -> the body that reads it."""
-UNREAD = {
+WITHOUT_EFFECT = {
     "OptimStepRequest.optim_params",  # sent as adam_params or optimizer_params
     "SampleRequest.base_model",  # the client always makes a sampling session
     "SampleRequest.model_path",
@@ -77,4 +77,4 @@ def test_every_field_of_the_library_is_read():
             known |= set(map(str, getattr(choices, "choices", [choices] if choices else [])))
         theirs = getattr(types, name).model_fields
         found |= {f"{name}.{field}" for field in set(theirs) - known - {"type"}}
-    assert found == UNREAD
+    assert found == WITHOUT_EFFECT
