@@ -34,6 +34,6 @@ def test_the_commands_of_the_guide_load(command, tmp_path, monkeypatch) -> None:
 def test_the_guide_covers_all_commands_and_data_sets() -> None:
     from nemo_rl.config.rules.evaluation import EVAL_DATASET_NAMES
 
-    assert len(COMMANDS) == 4  # those of the blocks `sh`
+    assert len(COMMANDS) == 5  # those of the blocks `sh`
     named = {name for name in EVAL_DATASET_NAMES if not name.startswith("mmlu_") or name == "mmlu_pro"}
     assert [name for name in named if f"`{name}`" not in GUIDE] == []
