@@ -1,6 +1,8 @@
-"""Validations that run while training goes on have the numbers of those that stop it, also in a killed run."""
+"""Validations give the same answers while training goes on, in a killed run, and with other batches and engines."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from example_runs import ExampleRun, Metrics, StartExample, killed_and_resumed, of_training, read_metrics
@@ -40,3 +42,34 @@ def test_a_validation_of_one_version_has_the_numbers_of_one_that_stops_training_
     for step in range(0, 10, 2):
         assert meanwhile["validation", step, "min_weight_version"] == step
         assert meanwhile["validation", step, "max_weight_version"] == step
+
+
+def validated(run: ExampleRun) -> list[dict[str, Any]]:
+    """Return the rows of the validation before training."""
+    assert run.finish() == 0, run.log()[-3000:]
+    (stored,) = run.log_dir.rglob("val_data_step0.jsonl")
+    lines = stored.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_validations_do_not_depend_on_batches_and_engines(start_example: StartExample, backend: str) -> None:
+    overrides = (
+        *("policy.zero_mismatch=true", f"policy.generation.backend={backend}", "policy.precision=bfloat16"),
+        *("grpo.max_num_steps=1", "grpo.val_at_start=true", "grpo.val_period=0", "grpo.max_val_samples=24"),
+        "checkpointing.enabled=false",
+    )
+    ways = {
+        "together": ("grpo.val_batch_size=24",),
+        "in batches": ("grpo.val_batch_size=5",),
+        "two engines": ("grpo.val_batch_size=24", "cluster.ranks_per_node=2"),
+    }
+    rows = {
+        name: validated(start_example("run_grpo.py", CONFIG, *overrides, *more, logs=f"{backend} {name}"))
+        for name, more in ways.items()
+    }
+    assert len(rows["together"]) == 24
+    assert len({row["content"][-1]["content"] for row in rows["together"]}) > 12
+    assert rows["in batches"] == rows["together"]
+    assert rows["two engines"] == rows["together"]
