@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from parity.every_type import save_tiny_model
 from parity.models import VOCABULARY
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
 
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
@@ -66,7 +66,11 @@ def fit_to_vllm(folder: Path) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if config["model_type"] in ("gemma2", "cohere2"):  # vLLM has no output head of their own
-        AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True).save_pretrained(folder)
+        weights = folder / "model.safetensors"
+        kept = {name: value for name, value in load_file(weights).items() if name != "lm_head.weight"}
+        save_file(kept, weights, metadata={"format": "pt"})
+        config |= {"tie_word_embeddings": True}
+        path.write_text(json.dumps(config))
     if config.get("use_sliding_window"):
         layers = ["full_attention"] * config["num_hidden_layers"]
         path.write_text(json.dumps(config | {"use_sliding_window": False, "layer_types": layers}))
@@ -84,8 +88,8 @@ def save_tokenizer(folder: Path) -> None:
 
 def compare(folder: str, dtype: str, backend: str) -> dict[str, tuple[int, int]]:
     """Return the number of sampled tokens and of those whose log-probability has other bits, by layout."""
+    hf = load_causal_lm(folder)  # before vLLM, which changes classes of transformers that it serves itself
     prompts, answers, logprobs = sample(folder, dtype, backend)
-    hf = load_causal_lm(folder)
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     hold_in_float32(hf, getattr(torch, dtype))

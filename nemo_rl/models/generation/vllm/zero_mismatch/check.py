@@ -10,7 +10,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.models.generation.registry import vllm_arguments
 from nemo_rl.utils.errors import ConfigError
 
-PROVEN_TYPES = ("gemma3_text", "glm4", "llama", "mistral", "phi3", "qwen2", "qwen3")
+PROVEN_TYPES = ("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Model types of which `tests/unit/models/generation/test_zero_mismatch.py` compares all log-probabilities."""
 _PROVEN_ROTATIONS = ("default",)
 _PROVEN_VALUES = {
