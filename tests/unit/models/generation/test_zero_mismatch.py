@@ -13,14 +13,17 @@ from transformers import AutoConfig
 from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, load_config
 from nemo_rl.config.rules.engines import check_zero_mismatch
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.models.generation.vllm.zero_mismatch.check import PROVEN_TYPES, require_same_bits
+from nemo_rl.models.generation.vllm.zero_mismatch.check import PROVEN_ROTATIONS, PROVEN_TYPES, require_same_bits
 from nemo_rl.utils.errors import ConfigError
 
 CHILD = Path(__file__).with_name("zero_mismatch_child.py")
 EVALUATION = REPOSITORY_ROOT / "examples/configs/evals/eval_cpu.yaml"
 TOOLS = Path(__file__).parents[4] / "tools"
 TYPES = ("llama", "qwen3_moe", "gemma2")
-VLLM_TYPES = tuple(name for name in PROVEN_TYPES if name != "llama")
+VLLM_TYPES = (
+    *(name for name in PROVEN_TYPES if name != "llama"),
+    *(f"llama:{rotation}" for rotation in PROVEN_ROTATIONS if rotation != "default"),
+)
 MORE_TYPES = (
     *("gemma3_text", "cohere2", "qwen2", "qwen3", "mistral", "olmo2", "phi3", "glm4", "smollm3", "gpt_oss"),
     *("deepseek_v3", "glm4_moe"),
@@ -105,7 +108,7 @@ def test_settings_with_other_bits_are_refused(values: dict[str, Any], message: s
     ("model", "values", "message"),
     [
         ({"model_type": "olmo2"}, {}, "a model of type olmo2"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, {}, "of type yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, {}, "of type dynamic"),
         ({}, {"generation": {"top_p": 0.9}}, "vLLM's filters are not proven"),
         ({}, {"generation": {"vllm_cfg": {"kv_cache_dtype": "fp8"}}}, "kv_cache_dtype=fp8 rounds"),
         ({}, {"generation": {"vllm_kwargs": {"quantization": "fp8"}}}, "vllm_kwargs.quantization"),

@@ -51,14 +51,29 @@ def main() -> None:
     for model_type in given.types:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                save_tiny_model(model_type, Path(folder))
+                base, _, rotation = model_type.partition(":")
+                save_tiny_model(base, Path(folder))
                 save_tokenizer(Path(folder))
+                if rotation:
+                    rotate_by(Path(folder), rotation)
                 if given.engine == "vllm":
                     fit_to_vllm(Path(folder))
                 found: Any = {dtype: compare(folder, dtype, given.engine) for dtype in ("float32", "bfloat16")}
             except Exception as error:
                 found = repr(error)[:300]
         print(json.dumps({model_type: found}), flush=True)
+
+
+def rotate_by(folder: Path, rotation: str) -> None:
+    """Give a model rotary embeddings of another type, whose scales begin to act within the compared rows."""
+    path = folder / "config.json"
+    scales = (
+        {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} if rotation == "llama3" else {"factor": 4.0}
+    )
+    original = {} if rotation == "linear" else {"original_max_position_embeddings": 64}
+    rope = {"rope_type": rotation, "rope_theta": 10_000.0} | scales | original
+    changed = {"rope_parameters": rope, "max_position_embeddings": 512}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
 def fit_to_vllm(folder: Path) -> None:

@@ -12,7 +12,8 @@ from nemo_rl.utils.errors import ConfigError
 
 PROVEN_TYPES = ("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Model types of which `tests/unit/models/generation/test_zero_mismatch.py` compares all log-probabilities."""
-_PROVEN_ROTATIONS = ("default",)
+PROVEN_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings that are compared there."""
 _PROVEN_VALUES = {
     **dict.fromkeys(("attention_backend", "compilation_config", "logits_processors", "quantization")),
     "speculative_config": None,
@@ -42,11 +43,11 @@ def _problems(policy: PolicyConfig, model: Any) -> Iterator[str]:
             f"policy.model_name={policy.model_name!r} is a model of type {model.model_type}, and only "
             f"{', '.join(PROVEN_TYPES)} are proven. Set policy.generation.backend=hf."
         )
-    unproven = sorted(set(rotations_of(model)) - set(_PROVEN_ROTATIONS))
+    unproven = sorted(set(rotations_of(model)) - set(PROVEN_ROTATIONS))
     if unproven:
         yield (
             f"policy.model_name={policy.model_name!r} has rotary embeddings of type {', '.join(unproven)}, and only "
-            f"{', '.join(_PROVEN_ROTATIONS)} are proven. Set policy.generation.backend=hf."
+            f"{', '.join(PROVEN_ROTATIONS)} are proven. Set policy.generation.backend=hf."
         )
     generation = policy.sampling
     if generation.top_p != 1.0 or generation.top_k not in (None, -1, 0):
