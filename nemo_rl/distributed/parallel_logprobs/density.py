@@ -96,6 +96,12 @@ def log_normalizer(x_NV: Tensor) -> Tensor:
     return torch.logsumexp(x_NV, dim=-1)
 
 
+def whole_logprobs(logits_NV: Tensor) -> Tensor:
+    """Return the log-probabilities `[N, V]` float32 of logits. If rows are alike, so are their normalizers."""
+    x_NV = logits_NV.float()
+    return x_NV - log_normalizer(x_NV)[:, None] if rows_are_alike() else x_NV.log_softmax(-1)
+
+
 def logits_of_density(logits_nV: Tensor, targets_n: Tensor, density: SamplingDensity, group: Group) -> Tensor:
     """Divide logits by the temperature, and set logits outside the density to -inf except those of targets.
 

@@ -142,7 +142,8 @@ def _read_shape(folder: Path, slots: AdapterSlots) -> tuple[AdapterShape, list[s
             f"of it{f', for example {foreign[0]!r}' if foreign else ''}."
         )
     # The order of a new adapter's layers, not of the file: the norm of the gradient is added up in it.
-    names = [name for name in slots.sizes if name in set(names)]
+    kept = set(names)
+    names = [name for name in slots.sizes if name in kept]
     whole = AdapterShape(int(described["r"]), float(described["lora_alpha"]), **_groups(names, slots.head))
     if (folder / SHAPE_FILE).exists():
         return AdapterShape(**(asdict(whole) | json.loads(read_text(folder / SHAPE_FILE)))), names

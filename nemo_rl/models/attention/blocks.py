@@ -90,15 +90,9 @@ def attend_to_ends(query: Tensor, key: Tensor, value: Tensor, lengths_b: Tensor,
 
 def _scores_of_ends(q: Tensor, k: Tensor, lengths_b: Tensor, scoring: Scoring) -> Tensor:
     """Return scores `[b, K, B, g, n]` of queries `[b, K, 1, g, D]` and B blocks of keys `[b, K, B, n, D]`."""
-    scale = scoring.scaling if scoring.scaling is not None else q.shape[-1] ** -0.5
-    scores = (q @ k.transpose(-1, -2)) * scale
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scoring.capped((q @ k.transpose(-1, -2)) * scoring.scale(q))
     place = torch.arange(k.shape[2] * k.shape[3], device=k.device).view(k.shape[2:4])
-    distance = lengths_b[:, None, None] - 1 - place
-    seen = distance >= 0
-    if scoring.window is not None:
-        seen &= distance < scoring.window
+    seen = scoring.sees(lengths_b[:, None, None] - 1 - place)
     return scores.masked_fill_(~seen[:, None, :, None], float("-inf"))
 
 
@@ -144,21 +138,12 @@ class _QueryBatch:
             first_query: Number of queries of the batch before these.
         """
         grouped = query.flatten(2, 3) @ key.transpose(-1, -2)
-        raw = grouped.unflatten(2, query.shape[2:4]) * self.scale(query)
-        if self.scoring.softcap is not None:
-            raw = torch.tanh(raw / self.scoring.softcap) * self.scoring.softcap
+        raw = self.scoring.capped(grouped.unflatten(2, query.shape[2:4]) * self.scoring.scale(query))
         place_t = torch.arange(first_query, first_query + query.shape[3], device=query.device)
         distance = (
             self.first_b[:, None, None] + place_t[:, None] - (start + torch.arange(key.shape[2])).to(query.device)
         )
-        seen = distance >= 0
-        if self.scoring.window is not None:
-            seen &= distance < self.scoring.window
-        return raw.masked_fill(~seen[:, None, None], float("-inf")), raw
-
-    def scale(self, query: Tensor) -> float:
-        """Return the factor of the scores."""
-        return self.scoring.scaling if self.scoring.scaling is not None else query.shape[-1] ** -0.5
+        return raw.masked_fill(~self.scoring.sees(distance)[:, None, None], float("-inf")), raw
 
     def first_query(self, start: int) -> int:
         """Return the number of queries at the beginning of all rows that see no key from `start` on."""
@@ -213,7 +198,7 @@ class _BlockAttention(torch.autograd.Function):
             weights = (scores - log_total[..., rest, None]).exp()
             grad_v[:, :, block] = weights.flatten(2, 3).transpose(-1, -2) @ grad_rest.flatten(2, 3)
             of_weights = (grad_rest.flatten(2, 3) @ v[:, :, block].transpose(-1, -2)).unflatten(2, weights.shape[2:4])
-            of_scores = weights * (of_weights - inner[..., rest, None]) * batch.scale(q)
+            of_scores = weights * (of_weights - inner[..., rest, None]) * batch.scoring.scale(q)
             if batch.scoring.softcap is not None:
                 of_scores = of_scores * (1 - (raw / batch.scoring.softcap).square())
             flat = of_scores.flatten(2, 3)

@@ -41,10 +41,7 @@ class _LastTokens(NamedTuple):
         if rows_are_alike():
             return attend_to_ends(query, key, value, self.lengths, scoring)[:, :, 0]
         distance = self.lengths[:, None] - 1 - torch.arange(key.shape[2], device=key.device)
-        seen = distance >= 0
-        if scoring.window is not None:
-            seen &= distance < scoring.window
-        return masked_attention(query, key, value, seen[:, None, None], scoring)[:, :, 0]
+        return masked_attention(query, key, value, scoring.sees(distance)[:, None, None], scoring)[:, :, 0]
 
 
 class _Rest(NamedTuple):

@@ -77,7 +77,7 @@ def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -
     """Return the `[b, H, t, D_v]` attention of one piece, whose last query sees its last key."""
     if not scoring.is_plain:
         return _explicit(query, key, value, scoring)
-    return masked_attention(query, key, value, _mask(query, key, scoring.window), scoring)
+    return masked_attention(query, key, value, _mask(query, key, scoring), scoring)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
@@ -121,15 +121,13 @@ def _is_faster_in_float32() -> bool:
     return bool(has.get("avx2")) and not has.get("amx_bf16")
 
 
-def _mask(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
+def _mask(query: Tensor, key: Tensor, scoring: Scoring) -> Tensor | None:
     """Return a `[t, t_k]` bool mask of the keys that each query sees, or None for plain causal attention."""
     queries, keys = query.shape[2], key.shape[2]
-    if queries == keys and (window is None or window >= keys):
+    if queries == keys and (scoring.window is None or scoring.window >= keys):
         return None
     position = torch.arange(keys, device=query.device)
-    distance = position[keys - queries :, None] - position[None, :]
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    return scoring.sees(position[keys - queries :, None] - position[None, :])
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -140,11 +138,8 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Te
     """
     shared = (key.shape[1], query.shape[1] // key.shape[1])
     grouped = query.unflatten(1, shared)
-    scale = scoring.scaling if scoring.scaling is not None else query.shape[-1] ** -0.5
-    scores = grouped @ key[:, :, None].transpose(-1, -2) * scale
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    mask = _mask(query, key, scoring.window)
+    scores = scoring.capped(grouped @ key[:, :, None].transpose(-1, -2) * scoring.scale(query))
+    mask = _mask(query, key, scoring)
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))

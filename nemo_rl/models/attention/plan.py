@@ -38,6 +38,19 @@ class Scoring:
         """True for plain softmax attention over a mask, without soft cap and sinks."""
         return self.softcap is None and self.sinks is None
 
+    def scale(self, query: Tensor) -> float:
+        """Return the factor on the scores of queries `[..., D]`."""
+        return self.scaling if self.scaling is not None else query.shape[-1] ** -0.5
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Return scores after the soft cap."""
+        return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
+
+    def sees(self, distance: Tensor) -> Tensor:
+        """Return whether a query sees a key, as bool, for the numbers of tokens from the key to the query."""
+        seen = distance >= 0
+        return seen if self.window is None else seen & (distance < self.window)
+
 
 class Piece(NamedTuple):
     """Queries `[query_start, query_stop)` that see keys `[key_start, key_stop)` causally."""

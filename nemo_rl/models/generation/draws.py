@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p, log_normalizer
-from nemo_rl.host.row_invariance import rows_are_alike
+from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p
+from nemo_rl.distributed.parallel_logprobs.density import whole_logprobs
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 _TOKENS_PER_BLOCK = 64
@@ -62,9 +62,7 @@ def filtered_logprobs(logits_bV: Tensor, distribution: Distribution) -> Tensor:
     if distribution.temperature not in (0, 1):
         logits_bV = logits_bV / distribution.temperature
     filtered_bV, _ = apply_top_k_top_p(logits_bV, distribution.top_k, distribution.top_p)
-    if rows_are_alike():
-        return filtered_bV - log_normalizer(filtered_bV)[:, None]
-    return filtered_bV.log_softmax(-1)
+    return whole_logprobs(filtered_bV)
 
 
 def draw(logits_bV: Tensor, distribution: Distribution, generators: Sequence[torch.Generator]) -> list[Drawn]:

@@ -94,10 +94,9 @@ class BatchedEngine(RowsEngine):
             else:
                 logits_bV = self.advance(self._next_ids)
         written = [place for place, row in enumerate(self._active) if row.finish_reason is None]
-        self._next_ids = [row.tokens[-1] for row in self._active]
         rows = [self._active[place] for place in written]
-        for place, token in zip(written, self.extend(rows, logits_bV[written]), strict=True):
-            self._next_ids[place] = token
+        self.extend(rows, logits_bV[written])
+        self._next_ids = [row.last_token for row in self._active]
         return self.take_finished(rows)
 
     def drop_finished(self) -> None:

@@ -54,6 +54,11 @@ class Row:
         """The prompt and the response so far."""
         return self.request.prompt_token_ids + self.token_ids
 
+    @property
+    def last_token(self) -> int:
+        """The last token of the response, or of the prompt before the response begins."""
+        return (self.token_ids or self.request.prompt_token_ids)[-1]
+
 
 def by_adapter(rows: Iterable[Row]) -> list[list[Row]]:
     """Group rows by their adapters, in the order of the first row of each."""
@@ -116,8 +121,8 @@ class RowsEngine(SteppedEngine):
         adapter = self.adapter_of(request)
         self._waiting.append(Row(request_id, request, generator, bad_words, most_tokens, adapter=adapter))
 
-    def extend(self, rows: Sequence[Row], logits_bV: Tensor) -> list[int]:
-        """Draw the next token of each row, check whether it ends the response, and return the tokens.
+    def extend(self, rows: Sequence[Row], logits_bV: Tensor) -> None:
+        """Draw the next token of each row, and check whether it ends the response.
 
         Raises:
             NonFiniteError: The logits of a row without an adapter contain NaN or +inf.
@@ -130,16 +135,17 @@ class RowsEngine(SteppedEngine):
         for distribution, some in places.items():
             logits = logits_bV if len(some) == len(rows) else logits_bV[some]
             drawn.update(zip(some, draw(logits, distribution, [rows[place].generator for place in some]), strict=True))
-        return [self._append(row, drawn[place]) for place, row in enumerate(rows)]
+        for place, row in enumerate(rows):
+            self._append(row, drawn[place])
 
-    def _append(self, row: Row, drawn: Drawn) -> int:
-        """Append a token to a row, unless its logits were not finite. Return the row's last token."""
+    def _append(self, row: Row, drawn: Drawn) -> None:
+        """Append a token to a row, unless its logits were not finite."""
         if isnan(drawn.logprob):
             if row.adapter is None:
                 raise NonFiniteError("The engine's logits are not finite.")
             # Only the requests of this adapter fail, and those of others continue.
             row.finish_reason, row.error = "abort", f"The logits of {row.request.adapter!r} are not finite."
-            return row.tokens[-1]
+            return
         row.token_ids.append(drawn.token)
         row.logprobs.append(drawn.logprob)
         sampling = row.request.sampling
@@ -147,7 +153,6 @@ class RowsEngine(SteppedEngine):
             row.finish_reason = "stop"
         elif len(row.token_ids) >= row.most_tokens:
             row.finish_reason = "length"
-        return drawn.token
 
     def _hits_stop_string(self, row: Row) -> bool:
         if not row.request.sampling.stop_strings:

@@ -35,14 +35,13 @@ _LARGE = 1_000_003
 class Model(HfEngine):
     """Draws as SGLang does with deterministic inference."""
 
-    def extend(self, rows: Sequence[Any], logits_bV: torch.Tensor) -> list[int]:
+    def extend(self, rows: Sequence[Any], logits_bV: torch.Tensor) -> None:
         for row in rows:
             row.generator.manual_seed((row.request.seed + _LARGE * len(row.tokens)) % 2**63)
-        tokens = super().extend(rows, logits_bV)
-        for row, logits_V, token in zip(rows, logits_bV, tokens, strict=True):
+        super().extend(rows, logits_bV)
+        for row, logits_V in zip(rows, logits_bV, strict=True):
             temperature = row.request.sampling.temperature or 1.0
-            row.logprobs[-1] = float((logits_V.float() / temperature).log_softmax(-1)[token])
-        return tokens
+            row.logprobs[-1] = float((logits_V.float() / temperature).log_softmax(-1)[row.last_token])
 
 
 class StandIn:

@@ -99,8 +99,8 @@ class DependsOnTheBatch(HfEngine):
 
     batch_invariant = True
 
-    def extend(self, rows: Sequence[Row], logits_bV: torch.Tensor) -> list[int]:
-        return super().extend(rows, logits_bV * (1 + 1e-6 * len(self._active)))
+    def extend(self, rows: Sequence[Row], logits_bV: torch.Tensor) -> None:
+        super().extend(rows, logits_bV * (1 + 1e-6 * len(self._active)))
 
 
 def test_declared_properties_are_checked(settings: EngineSettings, case: Case) -> None:

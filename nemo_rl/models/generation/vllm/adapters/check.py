@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.config.rules.engines import ENGINE_SIZES
 from nemo_rl.models.adapters.lora_linear import SECTION
 from nemo_rl.models.adapters.slots import linear_names, slot_names
 from nemo_rl.models.generation.interfaces import EngineSettings
@@ -38,7 +39,7 @@ def check_adapters(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         ConfigError: A setting or the model is not supported. The message names it.
     """
     engine, given = policy.sampling.engine, policy.sampling.vllm_kwargs
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+    for name in ENGINE_SIZES:
         if (size := getattr(engine, name)) > 1:
             raise ConfigError(
                 f"Adapters in vLLM are proven for undivided engines, and policy.generation.engine.{name}={size}. "

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
-from nemo_rl.distributed.parallel_logprobs.density import log_normalizer
+from nemo_rl.distributed.parallel_logprobs.density import whole_logprobs
 from nemo_rl.models.generation.vllm.zero_mismatch.paged_attention import TrainerAttentionBackend
 
 
@@ -77,7 +77,7 @@ def _widen_logits() -> None:
 
 
 def _normalize_as_the_trainer() -> None:
-    """Compute log-probabilities of greedy and sampled tokens with `normalized`."""
+    """Compute log-probabilities of greedy and sampled tokens with the trainer's normalizer."""
     greedy: Any = Sampler
     sampler: Any = TopKTopPSampler
     sample = sampler.forward_cpu
@@ -88,13 +88,7 @@ def _normalize_as_the_trainer() -> None:
         sampled, logprobs = sample(self, logits, generators, k, p)
         if logprobs is None or self.logprobs_mode != "processed_logprobs":
             return sampled, logprobs
-        return sampled, normalized(logits.masked_fill(logprobs.isneginf(), float("-inf")))
+        return sampled, whole_logprobs(logits.masked_fill(logprobs.isneginf(), float("-inf")))
 
-    greedy.compute_logprobs = staticmethod(normalized)
+    greedy.compute_logprobs = staticmethod(whole_logprobs)
     sampler.forward_cpu = sample_normalized
-
-
-def normalized(logits_nV: Tensor) -> Tensor:
-    """Return log-probabilities `[n, V]` float32, as `generation.draws.filtered_logprobs` computes them."""
-    logits_nV = logits_nV.float()
-    return logits_nV - log_normalizer(logits_nV)[:, None]
