@@ -171,7 +171,11 @@ def bench(tmp_path) -> Iterator[Bench]:
 def test_attention_that_sees_too_much_is_found(bench, monkeypatch) -> None:
     assert not any(finding.problem for finding in kernels(bench))
     mask = attention_kernels._mask
-    monkeypatch.setattr(attention_kernels, "_mask", lambda query, key, window: mask(query, key, None))
+    monkeypatch.setattr(
+        attention_kernels,
+        "_mask",
+        lambda query, key, scoring: mask(query, key, dataclasses.replace(scoring, window=None)),
+    )
     problems = {finding.name: finding.problem for finding in kernels(bench)}
     assert problems["float32, window None"] == ""
     assert problems["float32, window 16"] == problems["bfloat16, window 16"] == "differs from dense attention"
@@ -181,8 +185,8 @@ def test_answers_that_ignore_their_prompt_are_found(bench, monkeypatch) -> None:
     assert not any(finding.problem for finding in shared_prefixes.kernels(bench))
     mask = attention_kernels._mask
 
-    def top_left(query, key, window):
-        whole = mask(query, key, window)
+    def top_left(query, key, scoring):
+        whole = mask(query, key, scoring)
         return whole if query.shape[2] == key.shape[2] else torch.ones(whole.shape, dtype=torch.bool).tril()
 
     monkeypatch.setattr(attention_kernels, "_mask", top_left)
