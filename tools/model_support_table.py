@@ -23,7 +23,7 @@ from parity.models import ARCHITECTURES  # noqa: E402
 from parity.page import read_table  # noqa: E402
 
 from nemo_rl.commands.doctor.model_cells import MESHES  # noqa: E402
-from nemo_rl.models.dtensor.tensor_plans import OWN, plan_for  # noqa: E402
+from nemo_rl.models.huggingface.tensor_plans import OWN, plan_for  # noqa: E402
 from nemo_rl.models.megatron.model.families import MODEL_TYPES  # noqa: E402
 from nemo_rl.utils.errors import ConfigError  # noqa: E402
 

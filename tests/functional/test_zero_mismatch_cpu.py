@@ -17,6 +17,14 @@ BACKENDS = {
     "padded-bfloat16": (
         *("policy.generation.backend=hf", "policy.precision=bfloat16", "policy.sequence_packing.enabled=false"),
     ),
+    "two-ranks": (
+        *("policy.generation.backend=hf", "cluster.ranks_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2"),
+        "policy.dtensor_cfg.sequence_parallel=true",
+    ),
+    "two-ranks-vllm": (
+        *("policy.generation.backend=vllm", "cluster.ranks_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2"),
+        "policy.precision=bfloat16",
+    ),
     "megatron": (
         *("policy.generation.backend=megatron", "policy.megatron_cfg.enabled=true"),
         "policy.dtensor_cfg.enabled=false",

@@ -321,7 +321,7 @@ NOT_OF_MODELS: dict[str, str] = {
     "evals/prompts.py": "data sets of the user",
     "files/safe_load.py": "messages of torch",
     "models/dtensor/proof/small.py": "names of modules",
-    "models/dtensor/tensor_plans.py": "names of modules",
+    "models/huggingface/tensor_plans.py": "names of modules",
     "models/generation/vllm/drafting.py": "names of tensors",
     "models/generation/vllm/recurrent.py": "names of tensors",
     "models/generation/vllm/running_model.py": "names of tensors",

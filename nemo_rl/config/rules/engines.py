@@ -4,7 +4,8 @@
 engine by engine, and within an engine by tensor parallelism first. Invariant: an engine that fits on a machine is on
 one machine. A larger engine uses whole machines, and so do its tensor-parallel groups unless they fit on one machine.
 
-`policy.zero_mismatch` needs an engine that computes as the trainer, and undivided matrix products.
+`policy.zero_mismatch` needs an engine that computes as the trainer, and matrix products that are undivided or divided
+over two ranks of the trainer, whose sums have one order.
 `invariant_gradients` needs the PyTorch-native backend, sharded over data-parallel ranks only, and nothing that depends
 on several rows.
 """
@@ -238,8 +239,29 @@ def check_zero_mismatch(policy: PolicyConfig, cluster: ClusterConfig) -> Finding
         yield f"{_ZERO} is for rows of text, and policy.is_vlm=true. Set it to false."
     if policy.dtensor_cfg.enabled and policy.dtensor_cfg.compile_layers:
         yield f"{_ZERO}: compiled layers round less often. Set policy.dtensor_cfg.compile_layers=false."
+    yield from _check_ordered_sums(policy)
     sizes = {f"policy.generation.engine.{name}": getattr(engine, name) for name in ENGINE_SIZES}
-    yield from check_division(_ZERO, _sizes("policy", policy) | sizes)
+    divided = _sizes("policy", policy) | sizes
+    if policy.dtensor_cfg.enabled:
+        del divided["policy.dtensor_cfg.tensor_parallel_size"]
+    yield from check_division(_ZERO, divided)
+
+
+def _check_ordered_sums(policy: PolicyConfig) -> Findings:
+    """Refuse tensor-parallel ranks of the trainer whose sums an engine with a whole model cannot compute."""
+    section, key = policy.dtensor_cfg, "policy.dtensor_cfg"
+    if not section.enabled or section.tensor_parallel_size == 1:
+        return
+    if section.tensor_parallel_size > 2:
+        yield (
+            f"{_ZERO}: the sum of two ranks has one order, and {key}.tensor_parallel_size="
+            f"{section.tensor_parallel_size}. Set it to 1 or 2."
+        )
+    if section.custom_parallel_plan is not None:
+        yield (
+            f"{_ZERO}: the engine divides sums by the model's own plan, and {key}.custom_parallel_plan="
+            f"{section.custom_parallel_plan!r}. Set it to null, or {key}.tensor_parallel_size=1."
+        )
 
 
 def check_lora_refit(policy: PolicyConfig) -> Findings:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.distributed.ranks.collectives import Group, all_gather, part_of
-from nemo_rl.host.row_invariance import rows_are_alike
+from nemo_rl.host.row_invariance import parts_of_sums, rows_are_alike
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -89,11 +89,19 @@ def log_normalizer(x_NV: Tensor) -> Tensor:
     """Return `logsumexp(x)` `[N]`.
 
     If rows are alike (`row_invariance`), it comes from `log_softmax`, which sums each row in one thread. The sum in
-    `logsumexp` is divided among threads if there are few rows.
+    `logsumexp` is divided among threads if there are few rows. Parts of the vocabulary are joined as those of ranks are
+    (`chunked`).
     """
-    if rows_are_alike():
-        return x_NV.amax(dim=-1) - x_NV.log_softmax(dim=-1).amax(dim=-1)
-    return torch.logsumexp(x_NV, dim=-1)
+    if not rows_are_alike():
+        return torch.logsumexp(x_NV, dim=-1)
+    parts = [_row_by_row(part) for part in x_NV.chunk(parts_of_sums(), dim=-1)]
+    return parts[0] if len(parts) == 1 else torch.logsumexp(torch.stack(parts), dim=0)
+
+
+def _row_by_row(x_NV: Tensor) -> Tensor:
+    highest_N = x_NV.amax(dim=-1)
+    # # A rank may hold filtered tokens only, of which all logits are -inf.
+    return highest_N.where(highest_N.isneginf(), highest_N - x_NV.log_softmax(dim=-1).amax(dim=-1))
 
 
 def whole_logprobs(logits_NV: Tensor) -> Tensor:

@@ -58,9 +58,9 @@ from nemo_rl.models.dtensor.expert_parallel import (
 )
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.tensor_parallel import TensorParallel, divide_layers
-from nemo_rl.models.dtensor.tensor_plans import plan_for
 from nemo_rl.models.huggingface.layers import decoder_layers, hidden_states
 from nemo_rl.models.huggingface.load import float32_parameters, torch_dtype
+from nemo_rl.models.huggingface.tensor_plans import plan_for
 from nemo_rl.models.training.ordered_sums import OrderedSums
 from nemo_rl.utils.errors import ConfigError
 

@@ -37,10 +37,10 @@ from transformers.modeling_utils import PreTrainedModel
 from nemo_rl.distributed.ranks import collectives
 from nemo_rl.distributed.ranks.placements import as_sharded, computing_with
 from nemo_rl.models.dtensor.expert_parallel import divide_tokens
-from nemo_rl.models.dtensor.tensor_plans import Plan, Style, shared_experts, style_of
 from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.models.huggingface.mixers import HeadPart, Mixer, find_mixers, is_used_by_weight, set_own_sizes
 from nemo_rl.models.huggingface.recurrent import compute_unfused
+from nemo_rl.models.huggingface.tensor_plans import Plan, Style, shared_experts, style_of
 from nemo_rl.utils.errors import ConfigError
 
 

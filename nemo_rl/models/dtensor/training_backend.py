@@ -109,8 +109,8 @@ class DTensorTraining(FolderBackend):
 
 def _require_division(policy: PolicyConfig, model: "PretrainedConfig") -> None:
     """Raise a ConfigError if tensor- or context-parallel ranks cannot divide the model's layers."""
-    from nemo_rl.models.dtensor.tensor_plans import made_without_weights, plan_for
     from nemo_rl.models.huggingface.mixers import require_whole_heads
+    from nemo_rl.models.huggingface.tensor_plans import made_without_weights, plan_for
 
     section = policy.dtensor_cfg
     hf = made_without_weights(model, scores=policy.reward_model_cfg.enabled)

@@ -82,6 +82,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         draft=shape_of(policy) if policy.draft.enabled else None,
         media_tokens=sampled_never(policy),
         zero_mismatch=policy.zero_mismatch,
+        trainer_ranks=policy.dtensor_cfg.tensor_parallel_size if policy.dtensor_cfg.enabled else 1,
         lora=policy.dtensor_cfg.lora_cfg if policy.sends_adapters else None,
         trains_mtp=proposes_by_trained_layers(policy),
     )

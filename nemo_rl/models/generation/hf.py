@@ -12,6 +12,7 @@ own (`continuous.TokenCache`). With `row_invariance`, its log-probabilities have
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, override
 
@@ -23,7 +24,7 @@ from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.data.images.rows import require_images
 from nemo_rl.data.model_rows import RowInputs, completed, forward_arguments, has_position_rule, position_ids
 from nemo_rl.files.trusted_code import may_run
-from nemo_rl.host.row_invariance import rows_are_alike
+from nemo_rl.host.row_invariance import linear_in_parts, parts_of_sums, rows_are_alike
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.adapters.lora_linear import adapter_parameters, apply_lora
 from nemo_rl.models.adapters.slots import AdapterSlots, head_update, put_slots
@@ -41,6 +42,7 @@ from nemo_rl.models.huggingface.logits import find_transform, last_logits
 from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.recurrent import has_states, use_configured_time_steps
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
+from nemo_rl.models.huggingface.tensor_plans import made_without_weights, rows_divided
 from nemo_rl.models.training.tensor_checks import ANOTHER_COPY, require_finite
 from nemo_rl.utils.errors import ConfigError, DataError, GenerationError
 
@@ -295,6 +297,9 @@ class ContinuousHfEngine(HfWeights, ContinuousEngine):
         self.batch_invariant = rows_are_alike()
         """Whether answers do not depend on other requests (`Engine`)."""
         self._transform = find_transform(small_probe_model(self._model))
+        if parts_of_sums() > 1:
+            for module in rows_divided(self._model):
+                module.forward = partial(_add_parts, module)
         self._model.set_attn_implementation(attention_of_parts(self._model.config, register_varlen_attention()))
         size = settings.kv_cache_bytes
         assert size is not None, "the configuration allows this engine on CPUs only"
@@ -318,10 +323,19 @@ class ContinuousHfEngine(HfWeights, ContinuousEngine):
         return self._logits(self._cache.read(rows))
 
 
+def _add_parts(module: Any, x: Tensor) -> Tensor:
+    return linear_in_parts(x, module.weight, module.bias)
+
+
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Check that the engine can serve the model (`registry.EngineKind.check`)."""
-    if policy.zero_mismatch and has_states(load_model_config(policy.model_name, policy.hf_config_overrides)):
+    if not policy.zero_mismatch:
+        return
+    model = load_model_config(policy.model_name, policy.hf_config_overrides)
+    if has_states(model):
         raise ConfigError(
             f"policy.zero_mismatch=true is for models whose tokens interact in attention only, and {policy.model_name} "
             "has layers with states. Set it to false."
         )
+    if policy.dtensor_cfg.enabled and policy.dtensor_cfg.tensor_parallel_size > 1:
+        rows_divided(made_without_weights(model))

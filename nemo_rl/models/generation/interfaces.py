@@ -270,6 +270,8 @@ class EngineSettings:
     """Ids of the tokens that stand for images, which are never drawn. Empty if the engine reads text only."""
     zero_mismatch: bool = False
     """Whether log-probabilities must have the trainer's bits (`host.row_invariance`)."""
+    trainer_ranks: int = 1
+    """Number of tensor-parallel ranks of the trainer, whose sums the engine computes with `zero_mismatch`."""
     holds_adapters: bool = False
     """Whether requests may name adapters. The engine then has methods `add_adapter` and `drop_adapter`."""
     max_adapter_rank: int = 64

@@ -55,7 +55,7 @@ class GenerationWorker:
         self._rank = int(os.environ["RANK"])
         index, place = engine_of(self._rank, settings.num_workers)
         if settings.zero_mismatch:
-            compute_rows_alike()
+            compute_rows_alike(settings.trainer_ranks)
         self._engine = make_engine(settings, place)
         self._take_load: Callable[[], EngineLoad | None] = getattr(self._engine, "take_load", lambda: None)
         self._accepted = engine_rows(settings.backend)

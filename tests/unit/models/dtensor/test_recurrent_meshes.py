@@ -21,10 +21,10 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.adapters.lora_linear import apply_lora
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.context_parallel import Chunks, TokenExchange
-from nemo_rl.models.dtensor.tensor_plans import plan_for
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.mixers import HeadPart, find_mixers
 from nemo_rl.models.huggingface.recurrent import CORES, compute_unfused
+from nemo_rl.models.huggingface.tensor_plans import plan_for
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
 

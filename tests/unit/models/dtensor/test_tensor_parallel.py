@@ -21,8 +21,8 @@ from nemo_rl.distributed.ranks import collectives
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.tensor_parallel import _run_with_means
-from nemo_rl.models.dtensor.tensor_plans import COLUMN, ROW, Style, plan_for
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
+from nemo_rl.models.huggingface.tensor_plans import COLUMN, ROW, Style, plan_for
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.rank import PolicyWorker
 from nemo_rl.utils.errors import ConfigError

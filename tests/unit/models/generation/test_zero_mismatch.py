@@ -94,7 +94,6 @@ def policy(**values: Any) -> PolicyConfig:
     [
         ({"generation": {"backend": "sglang"}}, "backend=sglang has kernels of its own"),
         ({"generation": {"backend": "megatron"}}, "needs a policy of policy.megatron_cfg"),
-        ({"dtensor_cfg": {"tensor_parallel_size": 2}}, "dtensor_cfg.tensor_parallel_size=2"),
         ({"precision": "float32", "generation": {"engine": {"precision": "bfloat16"}}}, "needs one number format"),
         ({"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}, "round otherwise with adapters"),
     ],

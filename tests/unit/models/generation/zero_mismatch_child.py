@@ -2,7 +2,8 @@
 
 The process prints a JSON object for each model type of the command line: number of tokens by number format and layout,
 and how many of them have other bits in the policy's model. `--plain` leaves matrix products as they are, and
-`--engine vllm` samples with vLLM.
+`--engine vllm` samples with vLLM. With `--trainer-ranks` and `--into FOLDER`, the engine computes the sums of so many
+tensor-parallel ranks, and models and samples are only written there.
 """
 
 import argparse
@@ -44,24 +45,42 @@ def main() -> None:
     parser.add_argument("types", nargs="+")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--engine", default="hf")
+    parser.add_argument("--trainer-ranks", type=int, default=1)
+    parser.add_argument("--into", type=Path)
     given = parser.parse_args()
     if not given.plain:
-        compute_rows_alike()
+        compute_rows_alike(given.trainer_ranks)
     os.environ.update({"RANK": "0"} | engine_kind(given.engine).environment("cpu"))
+    if given.into is not None:
+        write_samples(given.types, given.engine, given.into)
+        return
     for model_type in given.types:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                base, _, rotation = model_type.partition(":")
-                save_tiny_model(base, Path(folder))
-                save_tokenizer(Path(folder))
-                if rotation:
-                    rotate_by(Path(folder), rotation)
-                if given.engine == "vllm":
-                    fit_to_vllm(Path(folder))
+                make_model(model_type, given.engine, Path(folder))
                 found: Any = {dtype: compare(folder, dtype, given.engine) for dtype in ("float32", "bfloat16")}
             except Exception as error:
                 found = repr(error)[:300]
         print(json.dumps({model_type: found}), flush=True)
+
+
+def make_model(model_type: str, engine: str, folder: Path) -> None:
+    """Write a tiny model with a tokenizer. The name of the type may end with one of rotary embeddings."""
+    base, _, rotation = model_type.partition(":")
+    save_tiny_model(base, folder)
+    save_tokenizer(folder)
+    if rotation:
+        rotate_by(folder, rotation)
+    if engine == "vllm":
+        fit_to_vllm(folder)
+
+
+def write_samples(types: list[str], engine: str, into: Path) -> None:
+    """Write the model of each type, and prompts, answers and their log-probabilities in both number formats."""
+    for model_type in types:
+        make_model(model_type, engine, into / model_type)
+        for dtype in ("float32", "bfloat16"):
+            torch.save(sample(str(into / model_type), dtype, engine), into / f"{model_type}-{dtype}.pt")
 
 
 def rotate_by(folder: Path, rotation: str) -> None:

@@ -4,6 +4,7 @@
 
 - Matrix products: oneDNN and its packed weights add in an order of their own. `torch.nn.functional.linear` is what the
   trainer's layers call, and `host.row_invariance` makes it independent of the number of rows. Weights stay unpacked.
+  Where the trainer's tensor-parallel ranks divide the inputs of a layer, `linear_in_parts` adds their parts.
 - Rotary embeddings: vLLM's kernel rounds once. transformers rounds each product and their sum.
 - Norms: vLLM norms the sum of a layer's output and the residual before it is rounded. transformers rounds the sum.
 - Attention (`paged_attention`).
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -27,6 +29,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
 from nemo_rl.distributed.parallel_logprobs.density import whole_logprobs
+from nemo_rl.host.row_invariance import linear_in_parts
 from nemo_rl.models.generation.vllm.zero_mismatch.paged_attention import TrainerAttentionBackend
 
 
@@ -48,7 +51,7 @@ def compute_as_the_trainer() -> None:
 
 def keep_unpacked(layer: Any, remove_weight: bool) -> None:
     """Let a layer multiply with its weight as it was loaded (`dispatch_cpu_unquantized_gemm`)."""
-    layer.cpu_linear = functional.linear
+    layer.cpu_linear = linear_in_parts if isinstance(layer, RowParallelLinear) else functional.linear
 
 
 def _round_before(norm_class: Any) -> None:

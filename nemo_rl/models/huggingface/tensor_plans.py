@@ -207,6 +207,23 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     return plan | _vocabulary(hf)
 
 
+def rows_divided(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the linear layers whose inputs tensor-parallel ranks divide, and whose outputs they add.
+
+    Raises:
+        ConfigError: Ranks add other things too: outputs of experts or of recurrent layers, or means of norms.
+    """
+    plan = plan_for(hf)
+    other = next((name for name, style in plan.items() if style.how not in ("column", "row", "vocabulary")), None)
+    other = other or next((name for name, parameter in hf.named_parameters() if parameter.dim() > 2), None)
+    if other is not None:
+        raise ConfigError(
+            f"policy.zero_mismatch=true with tensor-parallel ranks needs layers of which ranks add outputs of linear "
+            f"layers only, and {type(hf).__name__} has {other!r}. Set policy.dtensor_cfg.tensor_parallel_size=1."
+        )
+    return [module for name, module in hf.named_modules() if style_of(name, plan) == ROW]
+
+
 def _recurrent(mixers: Mapping[str, Mixer]) -> dict[str, Style]:
     """Return styles that divide the recurrent layers by their heads.
 
@@ -302,7 +319,7 @@ def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
         if known is None and style not in _KNOWN_WHOLE and not is_head:
             raise ConfigError(
                 f"the tensor-parallel plan of {owner} divides {name!r} as {style!r}, which is not known here. Use "
-                f"{', '.join(_FROM_TRANSFORMERS)}, or a nemo_rl.models.dtensor.tensor_plans.Style."
+                f"{', '.join(_FROM_TRANSFORMERS)}, or a nemo_rl.models.huggingface.tensor_plans.Style."
             )
         if known is not None:
             read[name] = known
