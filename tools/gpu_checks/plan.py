@@ -37,6 +37,7 @@ CHECKS = (
     Check("large model", "correctness", "gpu_checks.numerics:at_full_size", 120),
     Check("lora", "correctness", "gpu_checks.numerics:lora", 60),
     Check("cached tokens", "correctness", "gpu_checks.attention:cached", 60),
+    Check("batch invariance", "correctness", "gpu_checks.batch_invariance:engine", 240),
     Check("float8", "correctness", "gpu_checks.float8.products:blocks", 60),
     Check("vocabulary chunk", "speed", "gpu_checks.speed:chunks", 120),
     Check("gathered weights", "speed", "gpu_checks.speed:gathered", 90),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_checks import memory, persistence, runner, shared_prefixes, weight_sync
+from gpu_checks import batch_invariance, memory, persistence, runner, shared_prefixes, weight_sync
 from gpu_checks.attention import kernels
 from gpu_checks.bench import Bench
 from gpu_checks.plan import CHECKS, chosen
@@ -199,6 +199,11 @@ def test_a_policy_that_shares_no_prompts_is_found(bench, monkeypatch) -> None:
     assert not any(finding.problem for finding in shared_prefixes.policy(bench))
     monkeypatch.setattr(PolicyRank, "shares_prompts", lambda self: False)
     assert {finding.problem for finding in shared_prefixes.policy(bench)} == {"the policy shares no prompts"}
+
+
+def test_an_engine_whose_answers_may_depend_on_others_is_found(bench) -> None:
+    plain = dataclasses.replace(batch_invariance.settings(bench, "hf"), zero_mismatch=False)
+    assert "depend in their last bits" in batch_invariance.problem(bench, plain)
 
 
 def test_memory_beyond_the_prediction_is_found(bench, monkeypatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any, override
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -101,7 +102,7 @@ class VllmEngine(SteppedEngine):
         self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
         self._vllm_ids: dict[str, str] = {}
         self._scoring = ResponseScoring()
-        self.batch_invariant = settings.zero_mismatch
+        self.batch_invariant = settings.zero_mismatch or (settings.device != "cpu" and envs.VLLM_BATCH_INVARIANT)
         """Whether answers do not depend on other requests (`Engine`)."""
         adapted = adapted_layers(settings)
         with described(settings.draft) as draft_folder:
