@@ -10,7 +10,6 @@ number is an error of the user.
 import asyncio
 import logging
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from nemo_rl.serving.sampling import SampleRunner
 from nemo_rl.serving.state import ServiceState
 from nemo_rl.serving.store.journal import link_tree
 from nemo_rl.serving.store.sessions import ClientSession, SamplingSession, sampler_id
+from nemo_rl.serving.store.storage import StorageError
 from nemo_rl.serving.store.tenants import Command, Tenant, TenantDetails, digest_of
 from nemo_rl.serving.training import CommandRunner
 from nemo_rl.serving.turns import TurnTable
@@ -166,6 +166,7 @@ class Service:
         Raises:
             RequestError: another command has the same number, or the session has ended.
             BusyError: too many commands of the user wait.
+            StorageError: the command cannot be stored, and is not accepted.
         """
         digest, request_id = digest_of(kind, canonical or raw), f"{tenant.id}:{seq_id}"
         known = tenant.commands.get(seq_id)
@@ -227,6 +228,8 @@ class Service:
         """Return for the user what an unfinished request waits for."""
         of, _, number = request_id.rpartition(":")
         tenant = self.state.tenants.get(of)
+        if self.waits_for_space(request_id):
+            return f"a result is there and cannot be stored. {self.trainer.storage.last}"
         if tenant is None or int(number) == tenant.done_seq + 1:
             return "it is being executed, or other users have their turn"
         waited_for = range(tenant.done_seq + 1, int(number))
@@ -234,6 +237,10 @@ class Service:
         if missing is None:
             return "earlier requests of the model are executed first"
         return f"the request {missing} of the model has not arrived"
+
+    def waits_for_space(self, request_id: str) -> bool:
+        """Return whether an unfinished request waits for space on the disk."""
+        return request_id.rpartition(":")[0] in self.trainer.unstored
 
     def create_sampler(self, owner: str, given: CreateSamplerBody) -> SamplingSession:
         """Make a sampling session.
@@ -259,20 +266,13 @@ class Service:
             new = SamplingSession(
                 sampler_id(session.id, number), number, record.base_model, given.model_path, has_folder=True
             )
-            link_tree(self.state.checkpoints.files_of(record), self._free_folder(new))
+            link_tree(self.state.checkpoints.files_of(record), self.state.new_sampler_folder(new))
         self.state.sessions.add_sampler(session, new)
         return new
 
     def finish_session(self, session: ClientSession, reason: dict[str, Any]) -> None:
         """End a session. What it has queued is executed, and then its models and samplers are removed."""
         self.state.sessions.finish(session, reason)
-
-    def _free_folder(self, sampler: SamplingSession) -> Path:
-        """Return the folder of a new sampling session, without what a killed process has left there."""
-        folder = self.state.sampler_folder(sampler)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return folder
 
     def _new_tenant(
         self, model_id: str, owner: str, base: str, spec: AdapterSpec, metadata: dict[str, Any] | None
@@ -291,13 +291,14 @@ class Service:
             tenant = await self._turns.take(_SWEEP_S)
             if tenant is None:
                 await self._without_end(self._tidy())
-            elif not await self._without_end(self._turns.play(tenant, self.trainer.execute)):
-                # The command has no result yet, and is tried again.
-                tenant.adapter = None
+            elif error := await self._without_end(self._turns.play(tenant, self.trainer.execute)):
+                # The command has no stored result yet, and is tried again.
+                if not isinstance(error, StorageError):
+                    tenant.adapter = None
                 self._turns.announce(tenant)
 
-    async def _without_end(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Wait for work, log its error, for example that the disk is full, and return whether there was none."""
+    async def _without_end(self, work: Coroutine[Any, Any, None]) -> BaseException | None:
+        """Wait for work, and log and return its error."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task})
@@ -306,11 +307,13 @@ class Service:
             raise
         error = task.exception()
         if error is not None:
-            if not isinstance(error, PROCESS_LOSSES):
+            if isinstance(error, StorageError):
+                self.trainer.storage.tell(error)
+            elif not isinstance(error, PROCESS_LOSSES):
                 logger.error("The service will try again", exc_info=error)
             self._note_loss(error)
             await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
-        return error is None
+        return error
 
     async def _tidy(self) -> None:
         """Move unused models to the disk, and remove models and samplers of sessions that have ended."""
@@ -343,9 +346,12 @@ class Service:
         """Remove results, checkpoints and samplers whose time is over."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            for promise in self.state.promises.remove_over():
-                self._forget_files(promise.id)
-            self.state.checkpoints.delete_expired()
+            await self._without_end(self._remove_over())
+
+    async def _remove_over(self) -> None:
+        for promise in self.state.promises.remove_over():
+            self._forget_files(promise.id)
+        self.state.checkpoints.delete_expired()
 
     def _forget_files(self, request_id: str) -> None:
         """Remove what is stored about a request whose result is not kept any more."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.files.regular_file import read_text
+from nemo_rl.host.capacity import free_bytes, readable_bytes
 from nemo_rl.models.adapters.slots import AdapterSlots
 from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors, LowRankPair, is_of_mlp
 from nemo_rl.models.adapters.training import expected_state
@@ -73,8 +74,13 @@ def write_adapter_folder(
         os.rename(partial, folder)
         flush_folder(folder.parent)
     except OSError as error:
+        free = free_bytes(folder)
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"{folder} cannot be written: {error}.") from error
+        needed = sum(value.nbytes for value in (*adapter.parameters().values(), *(state or {}).values()))
+        raise CheckpointError(
+            f"{folder} cannot be written: {error.strerror or error} ({readable_bytes(needed)} are needed and "
+            f"{readable_bytes(free)} are free). Free space there."
+        ) from error
 
 
 def _write_files(folder: Path, adapter: AdapterTensors, base: BaseModel, state: Mapping[str, Tensor] | None) -> None:

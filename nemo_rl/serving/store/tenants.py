@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.files.writing import write_atomically
 from nemo_rl.serving.interfaces import AdapterSpec
 from nemo_rl.serving.store.journal import Journal, read_json_file, write_json
+from nemo_rl.serving.store.storage import store_bytes, storing
 
 CHANGES_STATE = ("forward_backward", "optim_step")
 """Kinds of commands that are executed again to continue from a stored state."""
@@ -128,8 +128,12 @@ class Tenant:
         return self.next_command is not None
 
     def accept(self, command: Command, body: bytes) -> None:
-        """Store a command."""
-        write_atomically(self._body(command.seq_id), body)
+        """Store a command.
+
+        Raises:
+            StorageError: it cannot be stored, and is not accepted.
+        """
+        store_bytes(self._body(command.seq_id), body)
         command.num_bytes = len(body)
         line = {"seq": command.seq_id, "kind": command.kind, "digest": command.digest, "bytes": len(body)}
         self._journal.append(line)
@@ -140,8 +144,12 @@ class Tenant:
         return self._body(command.seq_id).read_bytes()
 
     def complete(self, command: Command, result: bytes, *, has_failed: bool) -> None:
-        """Store the result of the command whose turn it is."""
-        write_atomically(self._result(command.seq_id), result)
+        """Store the result of the command whose turn it is.
+
+        Raises:
+            StorageError: it cannot be stored. The call may be repeated.
+        """
+        store_bytes(self._result(command.seq_id), result)
         self._journal.append({"done": command.seq_id, "failed": has_failed})
         self._note_done(command.seq_id, has_failed)
         if not self.needs_again(command):
@@ -184,10 +192,18 @@ class Tenant:
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
-    def note_state(self, seq_id: int) -> None:
-        """Make the folder `state-<seq_id>` the stored state, and remove what it makes superfluous."""
-        write_json(self.folder / "state.json", {"seq": seq_id, "spec": asdict(self.spec)})
-        self.state_seq, self.steps_since_state = seq_id, 0
+    def note_state(self, seq_id: int, spec: AdapterSpec) -> None:
+        """Make the folder `state-<seq_id>` the stored state, and remove what it makes superfluous.
+
+        Args:
+            seq_id: number of the last command that the state contains.
+            spec: form of its adapter.
+
+        Raises:
+            StorageError: the older state stays.
+        """
+        write_json(self.folder / "state.json", {"seq": seq_id, "spec": asdict(spec)})
+        self.spec, self.state_seq, self.steps_since_state = spec, seq_id, 0
         self._remove_superfluous()
 
     def remove_files(self) -> None:
@@ -265,8 +281,9 @@ class TenantStore:
     def create(self, details: TenantDetails) -> Tenant:
         """Make a model without commands."""
         folder = self._folder / details.id.replace(":", "-")
-        for part in ("bodies", "results"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
+        with storing(folder):
+            for part in ("bodies", "results"):
+                (folder / part).mkdir(parents=True, exist_ok=True)
         write_json(folder / "model.json", asdict(details))
         tenant = Tenant(folder, details)
         self._tenants[tenant.id] = tenant

@@ -6,6 +6,7 @@ Gradients and updates are computed by hand in float64.
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -144,12 +145,16 @@ class FakeModels:
 
     @staticmethod
     def _write(own: Adapter, folder: Path, with_optimizer: bool) -> None:
-        folder.mkdir()
-        (folder / "adapter_config.json").write_text(json.dumps(asdict(own.spec)))
-        np.savez(folder / "adapter.npz", a=own.a, b=own.b)
-        if with_optimizer:
-            moments = {f"m{number}": value for number, value in enumerate([*own.means, *own.squares])}
-            np.savez(folder / "optimizer.npz", steps=own.steps, **moments)
+        try:
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text(json.dumps(asdict(own.spec)))
+            np.savez(folder / "adapter.npz", a=own.a, b=own.b)
+            if with_optimizer:
+                moments = {f"m{number}": value for number, value in enumerate([*own.means, *own.squares])}
+                np.savez(folder / "optimizer.npz", steps=own.steps, **moments)
+        except OSError as error:  # as the ranks refuse
+            shutil.rmtree(folder, ignore_errors=True)
+            raise RequestError(f"{folder} cannot be written: {error}") from error
 
     @staticmethod
     def _read(folder: Path, vocab: int, with_optimizer: bool) -> Adapter:
