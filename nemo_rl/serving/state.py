@@ -12,15 +12,16 @@ from nemo_rl.files.folders import FolderLock
 from nemo_rl.serving.interfaces import RequestError
 from nemo_rl.serving.limits import RefusedError
 from nemo_rl.serving.promises import PromiseBook
+from nemo_rl.serving.store.base import acquire_folder
 from nemo_rl.serving.store.checkpoints import CheckpointRecord, CheckpointStore, parse_path
 from nemo_rl.serving.store.sessions import ClientSession, SamplingSession, SessionStore
 from nemo_rl.serving.store.storage import storing
 from nemo_rl.serving.store.tenants import Tenant, TenantStore
-from nemo_rl.utils.errors import ConfigError
 
 _MODEL = re.compile(r"([0-9a-f]{32}):train:(\d{1,18})")
 _SAMPLER = re.compile(r"([0-9a-f]{32}):sample:(\d{1,18})")
-_LOCK_S = 30.0
+LOCK_S = 30.0
+"""Time in seconds for which a process that is ending may hold the lock of a folder."""
 
 
 class ServiceState:
@@ -40,7 +41,7 @@ class ServiceState:
         self._lock = FolderLock(folder)
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _acquire(self._lock, folder)
+            acquire_folder(self._lock, folder, LOCK_S)
             self.sessions = SessionStore(folder / "sessions")
             self.tenants = TenantStore(folder / "models")
             self.checkpoints = CheckpointStore(folder / "checkpoints")
@@ -131,15 +132,3 @@ class ServiceState:
         """Remove the files of the sampling sessions of a session that has ended."""
         for part in ("samplers", "samples"):
             shutil.rmtree(self.folder / part / session.id, ignore_errors=True)
-
-
-def _acquire(lock: FolderLock, folder: Path) -> None:
-    """Take the lock of the folder. A process that is ending may hold it for a moment."""
-    end = time.monotonic() + _LOCK_S
-    while not lock.acquire():
-        if time.monotonic() > end:
-            raise ConfigError(
-                f"service.state_dir: {folder} is used by another service, or cannot be written to. End that service, "
-                "or choose another folder."
-            )
-        time.sleep(0.1)

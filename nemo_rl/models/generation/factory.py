@@ -175,6 +175,15 @@ def check_engine_adapters(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         refuse(policy, cluster)
 
 
+def adapter_slot_bytes(settings: EngineSettings) -> float:
+    """Return the bytes that a rank of an engine reserves for adapters, however many there are."""
+    path = engine_kind(settings.backend).slot_bytes
+    if path is None:
+        return 0.0
+    found: float = import_dotted(path, ConfigError, f"{path} of policy.generation.backend")(settings)
+    return found
+
+
 def _check_router_replay(policy: PolicyConfig) -> None:
     """Refuse router replay if the engine does not report experts or the model has none."""
     if not policy.router_replay.enabled:

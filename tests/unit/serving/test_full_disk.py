@@ -1,4 +1,4 @@
-"""A full disk: requests are refused with the folder and the bytes, nothing that was accepted is lost, and work goes on."""
+"""A full disk: requests are refused with folder and bytes, nothing that was accepted is lost, and work goes on."""
 
 import json
 import time
@@ -152,7 +152,9 @@ def test_a_load_that_cannot_be_stored_leaves_the_model_as_it_was(disk):
         model = client.model(client.session())
         path = f"tinker://{model}/weights/new"
         play(client, [("save_weights", {"model_id": model, "seq_id": 1, "path": "new"})])
-        play(client, [("forward_backward", pass_body(model, 2, ROWS)), ("optim_step", {"model_id": model, "seq_id": 3})])
+        play(
+            client, [("forward_backward", pass_body(model, 2, ROWS)), ("optim_step", {"model_id": model, "seq_id": 3})]
+        )
         before = play(client, [("forward_backward", pass_body(model, 4, ROWS, forward_only=True))])
         filling = fill(disk, leave_bytes=8 * PAGE)
         load = {"model_id": model, "path": path, "optimizer": True}
@@ -197,5 +199,3 @@ def test_samples_are_refused_until_there_is_room(disk):
         assert refused.status_code == 507 and "No space left on device" in refused.json()["error"]
         filling.unlink()
         assert len(client.samples(client.ok("asample", **body)["request_id"])[0]) == 4
-
-

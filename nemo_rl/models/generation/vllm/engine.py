@@ -103,7 +103,7 @@ class VllmEngine(SteppedEngine):
         self._scoring = ResponseScoring()
         self.batch_invariant = settings.zero_mismatch
         """Whether answers do not depend on other requests (`Engine`)."""
-        adapted = adapted_layers(settings)
+        adapted = list(adapted_layers(settings))
         with described(settings.draft) as draft_folder:
             self._build(settings, engine_arguments(settings, draft_folder, adapted))
         require_layers(self._engine, adapted)
