@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.schema.service import ServiceConfig
-from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdapterModels, AdapterSpec, RequestError
+from nemo_rl.models.adapters.tensors import AdapterShape
+from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdapterModels, RequestError
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import UNASKED_S, Promise, RequestOutcome
 from nemo_rl.serving.samplers import SamplerPool
@@ -121,7 +122,7 @@ class Service:
             if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
                 raise RequestError("train_attn, train_mlp and train_unembed are all false; set one of them to true.")
             seed = derive_seed(self.config.seed, "adapter", model_id) if lora.seed is None else lora.seed
-            spec = AdapterSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+            spec = AdapterShape(**lora.model_dump() | {"seed": seed})
             known = self._new_tenant(model_id, owner, base, spec, given.user_metadata)
         return self.submit(known, 0, "create_model", raw)
 
@@ -151,7 +152,7 @@ class Service:
             if given.optimizer and record.kind != "weights":
                 raise RequestError(f"{given.path} has no state of an optimizer; only paths with /weights/ have one.")
             metadata = given.user_metadata if given.user_metadata is not None else record.run_metadata
-            known = self._new_tenant(model_id, owner, base, AdapterSpec(**record.spec), metadata)
+            known = self._new_tenant(model_id, owner, base, AdapterShape(**record.spec), metadata)
         return self.submit(known, 0, "load_weights", raw)
 
     def submit(self, tenant: Tenant, seq_id: int, kind: str, raw: bytes, canonical: bytes | None = None) -> Promise:
@@ -275,7 +276,7 @@ class Service:
         self.state.sessions.finish(session, reason)
 
     def _new_tenant(
-        self, model_id: str, owner: str, base: str, spec: AdapterSpec, metadata: dict[str, Any] | None
+        self, model_id: str, owner: str, base: str, spec: AdapterShape, metadata: dict[str, Any] | None
     ) -> Tenant:
         details = TenantDetails(model_id, owner, base, time.time(), asdict(spec), metadata)
         return self.state.tenants.create(details)

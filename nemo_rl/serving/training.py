@@ -16,7 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdamParams, AdapterModels, AdapterSpec, RequestError
+from nemo_rl.models.adapters.tensors import AdapterShape
+from nemo_rl.models.adapters.training import AdamParams
+from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdapterModels, RequestError
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import RequestOutcome
 from nemo_rl.serving.run_log import RunLog
@@ -201,7 +203,7 @@ class CommandRunner:
         except StorageError as error:
             self.storage.tell(error)
 
-    async def _store_state(self, tenant: Tenant, adapter: str, seq_id: int, spec: AdapterSpec) -> None:
+    async def _store_state(self, tenant: Tenant, adapter: str, seq_id: int, spec: AdapterShape) -> None:
         """Store an adapter as the state of a model.
 
         Args:
@@ -301,7 +303,7 @@ class CommandRunner:
         await self._models.load(name, folder, with_optimizer=given.optimizer)
         try:
             if tenant.state_seq != command.seq_id:
-                await self._store_state(tenant, name, command.seq_id, AdapterSpec(**record.spec))
+                await self._store_state(tenant, name, command.seq_id, AdapterShape(**record.spec))
         except StorageError:
             await self._models.drop(name)
             raise

@@ -57,7 +57,7 @@ class CheckpointRecord:
     base_model: str
     """Name of the base model, as the client wrote it."""
     spec: dict[str, Any]
-    """Fields of `AdapterSpec`."""
+    """Fields of `AdapterShape`."""
     created_at: float
     """Time in seconds since 1970."""
     expires_at: float | None = None

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.serving.interfaces import AdapterSpec
+from nemo_rl.models.adapters.tensors import AdapterShape
 from nemo_rl.serving.store.journal import Journal, read_json_file, write_json
 from nemo_rl.serving.store.storage import store_bytes, storing
 
@@ -59,7 +59,7 @@ class TenantDetails:
     created_at: float
     """Time of its creation in seconds since 1970."""
     spec: dict[str, Any]
-    """Fields of its `AdapterSpec`."""
+    """Fields of its `AdapterShape`."""
     user_metadata: dict[str, Any] | None = None
     """Data of the user."""
 
@@ -77,7 +77,7 @@ class Tenant:
     """Folder of its files."""
     details: TenantDetails
     """Properties that never change."""
-    spec: AdapterSpec = field(init=False)
+    spec: AdapterShape = field(init=False)
     """Form of its adapter. A load of other weights changes it."""
     commands: dict[int, Command] = field(default_factory=dict, init=False)
     """Accepted commands by number."""
@@ -100,7 +100,7 @@ class Tenant:
     """Commands without results by number."""
 
     def __post_init__(self) -> None:
-        self.spec = AdapterSpec(**self.details.spec)
+        self.spec = AdapterShape(**self.details.spec)
 
     @property
     def id(self) -> str:
@@ -192,7 +192,7 @@ class Tenant:
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
-    def note_state(self, seq_id: int, spec: AdapterSpec) -> None:
+    def note_state(self, seq_id: int, spec: AdapterShape) -> None:
         """Make the folder `state-<seq_id>` the stored state, and remove what it makes superfluous.
 
         Args:
@@ -258,7 +258,7 @@ class Tenant:
             self.commands[command.seq_id] = self._waiting[command.seq_id] = command
         if (self.folder / "state.json").exists():
             state = read_json_file(self.folder / "state.json")
-            self.state_seq, self.spec = state["seq"], AdapterSpec(**state["spec"])
+            self.state_seq, self.spec = state["seq"], AdapterShape(**state["spec"])
         self._remove_superfluous()
 
 

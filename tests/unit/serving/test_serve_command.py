@@ -187,7 +187,7 @@ class Hanging(FakeModels):
     async def _work(self, what, name):
         if what == hangs:
             print("hangs in", what, flush=True)
-            await asyncio.get_running_loop().run_in_executor(None, time.sleep, 3)  # it cannot be cancelled, as the ranks
+            await asyncio.to_thread(time.sleep, 3)  # it cannot be cancelled, as the ranks
         await super()._work(what, name)
 
 config = load_config(arguments[0], arguments[1:], schema=ServiceMasterConfig)
