@@ -88,7 +88,7 @@ def test_groups_of_layers(base, group, settings):
     names = {name.rpartition(".lora_")[0] for name in worker._trained["a"].tensors.parameters()}
     kinds = {name.rpartition(".")[2] for name in names}
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert kinds == (attention if shape.attn else {"gate_proj", "up_proj", "down_proj", "lm_head"})
+    assert kinds == (attention if shape.train_attn else {"gate_proj", "up_proj", "down_proj", "lm_head"})
 
 
 def test_a_tied_head_changes_the_output_only(group, tmp_path):
