@@ -106,7 +106,9 @@ class CommandRunner:
         """Move a model from the memory to its files."""
         if tenant.adapter is None:
             return
-        if not tenant.has_gradients and tenant.done_seq > tenant.state_seq:
+        # With an update whose result is not stored, the adapter is not that of `done_seq`.
+        is_of_done = not tenant.has_gradients and tenant.id not in self.unstored
+        if is_of_done and tenant.done_seq > tenant.state_seq:
             await self._try_to_store_state(tenant)
         await self._drop(tenant)
         logger.info("The model %s is on the disk.", tenant.id)

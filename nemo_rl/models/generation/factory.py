@@ -180,7 +180,8 @@ def adapter_slot_bytes(settings: EngineSettings) -> float:
     path = engine_kind(settings.backend).slot_bytes
     if path is None:
         return 0.0
-    found: float = import_dotted(path, ConfigError, f"{path} of policy.generation.backend")(settings)
+    named = f"{path} of policy.generation.backend"
+    found: float = import_dotted(path, ConfigError, named, "It is part of nemo_rl.")(settings)
     return found
 
 

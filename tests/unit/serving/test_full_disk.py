@@ -1,6 +1,8 @@
 """A full disk: requests are refused with folder and bytes, nothing that was accepted is lost, and work goes on."""
 
+import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,6 +189,42 @@ def test_a_model_that_needs_the_memory_of_another_gets_it_on_a_full_disk(disk):
         play(client, requests(second)[:2])
         play(client, requests(first)[2:])
         assert len(models.adapters) == 1
+
+
+class Gated(FakeModels):
+    """Updates wait for a gate, and a state finds room on the disk."""
+
+    def __init__(self, filling: Path) -> None:
+        super().__init__(vocab=512)
+        self.gate, self.filling = threading.Event(), filling
+
+    async def _work(self, what: str, name: str) -> None:
+        await super()._work(what, name)
+        while what == "update" and not self.gate.is_set():
+            await asyncio.sleep(0.01)
+        if what == "save":
+            self.filling.unlink(missing_ok=True)
+
+
+def test_an_update_without_a_stored_result_is_in_no_stored_state(disk, calm):
+    """Another model needs the memory meanwhile, so the update is executed again, and counts once."""
+    models = Gated(disk / "fill")
+    with service(models, config_in(disk / "state", max_resident_models=1, poll_hold_s=0.2)) as url:
+        client = Raw(url)
+        session = client.session()
+        first, second = client.model(session, 0), client.model(session, 1)
+        todo = requests(first)
+        found = play(client, todo[:1])
+        made = send(client, *todo[1]).json()["request_id"]
+        client.submit_pass(second, 1, ROWS)
+        fill(disk, leave_bytes=0)
+        models.gate.set()
+        paused(client, made)
+        while ("backward", f"{second}@4") not in models.calls:
+            time.sleep(0.05)
+        models.filling.unlink(missing_ok=True)
+        found += play(client, todo[1:])
+    assert normal(found, session) == calm
 
 
 def test_samples_are_refused_until_there_is_room(disk):
