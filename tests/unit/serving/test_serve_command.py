@@ -228,10 +228,10 @@ def test_a_signal_during_a_command_ends_in_time_and_loses_nothing(tmp_path, numb
                 thread.start()
                 assert process.stdout.readline() == f"hangs in {hangs}\n"
             else:
-                thread.join(60)
+                thread.join(180)
                 assert not thread.is_alive()
             process.send_signal(signal_number)
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
     assert found[0][1] == expected
