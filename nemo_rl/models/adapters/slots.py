@@ -132,7 +132,7 @@ def slot_sizes(config: PretrainedConfig, *, with_head: bool = True) -> dict[str,
         hf: PreTrainedModel = auto_class(config).from_config(deepcopy(config))
     names = slot_names(hf) if with_head else linear_names(hf)
     layers = {name: hf.get_submodule(name) for name in names}
-    return {name: layer.in_features + layer.out_features for name, layer in layers.items() if _is_linear(layer)}
+    return {name: one.in_features + one.out_features for name, one in layers.items() if isinstance(one, nn.Linear)}
 
 
 def linear_names(hf: PreTrainedModel) -> list[str]:
