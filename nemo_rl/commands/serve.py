@@ -10,11 +10,11 @@ import logging
 import signal
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nemo_rl.host.restart_counter import RestartCounter
 
 if TYPE_CHECKING:
     from nemo_rl.config.runs.service import ServiceMasterConfig
@@ -34,7 +34,6 @@ a service that is started again on the same service.state_dir continues where it
 """
 _POLL_S = 0.1
 _END_S = 60.0
-_HOUR_S = 3600.0
 _RESTARTS = 3
 """Number of starts of the models within an hour after losses of processes, unless the configuration gives one."""
 
@@ -87,23 +86,27 @@ def serve(
         open_models: function that starts the models, and returns them and a function that ends them.
 
     Raises:
-        ConfigError: a key cannot be used.
+        ConfigError: a key cannot be used. No process was started.
         WorkerDiedError: processes of the models have died more often than `cluster.max_run_restarts` allows.
         RayDiedError: Ray has lost a process. A service that is started again continues.
     """
+    from nemo_rl.commands.service_checks import check_before_start
     from nemo_rl.data.tokenizer import get_tokenizer
+    from nemo_rl.models.huggingface.tensor_files import download_models
+    from nemo_rl.serving.store.base import note_base
     from nemo_rl.utils.errors import RayDiedError
 
+    check_before_start(config)
+    download_models([config.policy.model_name])
+    note_base(Path(config.service.state_dir), config.policy)
     tokenizer = get_tokenizer(config.policy.tokenizer)
-    allowed, times = config.cluster.max_run_restarts, deque[float]()
-    stop = threading.Event()
+    allowed = config.cluster.max_run_restarts
+    restarts, stop = RestartCounter(_RESTARTS if allowed is None else allowed), threading.Event()
     while (loss := _serve_until_loss(config, open_models, tokenizer, stop)) is not None:
-        times.append(time.monotonic())
-        while times[-1] - times[0] > _HOUR_S:
-            times.popleft()
-        if isinstance(loss, RayDiedError) or len(times) > (_RESTARTS if allowed is None else allowed):
+        restarts.add()
+        if isinstance(loss, RayDiedError) or restarts.are_too_many:
             raise loss
-        logger.warning("Restart %d within an hour: all ranks and engines are started again. %s", len(times), loss)
+        logger.warning("Restart %d within an hour: all ranks and engines are started again. %s", restarts.number, loss)
     return 0
 
 

@@ -11,7 +11,8 @@ from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LOCK_FILE = ".writer.lock"
+LOCK_FILE = ".writer.lock"
+"""Name of the locked file in a folder. It stays when the lock is released."""
 
 
 class FolderLock:
@@ -41,7 +42,7 @@ class FolderLock:
         if self.is_held:
             return True
         try:
-            descriptor = os.open(self._folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self._folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return False
         except OSError as error:

@@ -15,29 +15,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_rl.models.adapters.tensors import AdapterShape
+from nemo_rl.models.adapters.training import AdamParams
 from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
 from nemo_rl.utils.errors import NemoRLError, RayDiedError, WorkerDiedError
 
 PROCESS_LOSSES = (WorkerDiedError, RayDiedError)
 """Errors after which no request can be executed until the models are started again."""
-
-
-@dataclass(frozen=True)
-class AdapterSpec:
-    """Shape and first values of an adapter."""
-
-    rank: int = 32
-    """Number of columns of B, and of rows of A."""
-    seed: int = 0
-    """Seed of the first values of A. B is 0, so a new adapter has no effect."""
-    train_attn: bool = True
-    """Whether the linear layers of attention, or of other mixers of tokens, are adapted."""
-    train_mlp: bool = True
-    """Whether the linear layers of feed-forward blocks and experts are adapted."""
-    train_unembed: bool = True
-    """Whether the output head is adapted."""
-    alpha: float = 32.0
-    """The product is scaled by `alpha / rank`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,24 +43,6 @@ class LossSpec:
     """For example `cross_entropy`."""
     settings: Mapping[str, float] = field(default_factory=dict)
     """For example `clip_low_threshold`. Settings that are absent have the default of the loss."""
-
-
-@dataclass(frozen=True)
-class AdamParams:
-    """Parameters of one AdamW update (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
-
-    learning_rate: float = 1e-4
-    """Learning rate."""
-    beta1: float = 0.9
-    """Decay of the mean of gradients."""
-    beta2: float = 0.95
-    """Decay of the mean of squared gradients."""
-    eps: float = 1e-12
-    """Term in the denominator."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    grad_clip_norm: float = 0.0
-    """Largest norm of the gradient of all parameters. 0 means no limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +110,7 @@ class AdapterModels(Protocol):
     limits: ModelLimits
     """Limits of the base model."""
 
-    async def create(self, adapter: str, spec: AdapterSpec) -> None:
+    async def create(self, adapter: str, shape: AdapterShape) -> None:
         """Add an adapter with an optimizer."""
 
     async def run_pass(
@@ -161,7 +127,7 @@ class AdapterModels(Protocol):
     async def save(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
         """Write an adapter as a PEFT folder, and its optimizer state if wanted, into a new folder."""
 
-    async def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> AdapterSpec:
+    async def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> AdapterShape:
         """Add an adapter with the weights of a folder, and with its optimizer state, or a new one."""
 
     async def drop(self, adapter: str) -> None:

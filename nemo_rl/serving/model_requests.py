@@ -16,13 +16,11 @@ from torch import Tensor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.token_sums import LOSSES, TARGETS, check_loss, check_loss_inputs
 from nemo_rl.models.adapters.tensors import AdapterShape
-from nemo_rl.models.adapters.training import UpdateParams
+from nemo_rl.models.adapters.training import AdamParams
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.policy.adapter_policy import padded_rows
 from nemo_rl.models.policy.workers.adapter_rank import NamedLoss
 from nemo_rl.serving.interfaces import (
-    AdamParams,
-    AdapterSpec,
     LossSpec,
     ModelLimits,
     PassResult,
@@ -39,24 +37,18 @@ _NO_LOGPROB = -99999.0
 """Log-probability in empty cells of the most likely tokens."""
 
 
-def shape_of(spec: AdapterSpec) -> AdapterShape:
-    """Return the shape that a client asks for."""
-    if not 1 <= spec.rank <= MAX_RANK:
-        raise RequestError(f"The rank of an adapter has to be 1 to {MAX_RANK}, and rank={spec.rank} was given.")
-    if not (math.isfinite(spec.alpha) and spec.alpha > 0):
-        raise RequestError(f"The alpha of an adapter has to be a positive number, and alpha={spec.alpha} was given.")
-    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+def check_shape(shape: AdapterShape) -> None:
+    """Refuse a shape that no adapter can have."""
+    if not 1 <= shape.rank <= MAX_RANK:
+        raise RequestError(f"The rank of an adapter has to be 1 to {MAX_RANK}, and rank={shape.rank} was given.")
+    if not (math.isfinite(shape.alpha) and shape.alpha > 0):
+        raise RequestError(f"The alpha of an adapter has to be a positive number, and alpha={shape.alpha} was given.")
+    if not (shape.train_attn or shape.train_mlp or shape.train_unembed):
         raise RequestError("An adapter has to adapt some layers: set train_attn, train_mlp or train_unembed to true.")
-    return AdapterShape(spec.rank, spec.alpha, spec.seed, spec.train_attn, spec.train_mlp, spec.train_unembed)
 
 
-def spec_of(shape: AdapterShape) -> AdapterSpec:
-    """Return the shape of an adapter in the client's form."""
-    return AdapterSpec(shape.rank, shape.seed, shape.attn, shape.mlp, shape.unembed, shape.alpha)
-
-
-def update_params(params: AdamParams) -> UpdateParams:
-    """Return the parameters of an update."""
+def check_update(params: AdamParams) -> None:
+    """Refuse parameters with which no update can be made."""
     ranges = {
         "learning_rate": (params.learning_rate, params.learning_rate >= 0, "at least 0"),
         "beta1": (params.beta1, 0 <= params.beta1 < 1, "at least 0 and below 1"),
@@ -68,13 +60,6 @@ def update_params(params: AdamParams) -> UpdateParams:
     for name, (value, is_within, allowed) in ranges.items():
         if not (math.isfinite(value) and is_within):
             raise RequestError(f"{name}={value} cannot be used: it has to be {allowed}.")
-    return UpdateParams(
-        learning_rate=params.learning_rate,
-        betas=(params.beta1, params.beta2),
-        eps=params.eps,
-        weight_decay=params.weight_decay,
-        max_norm=params.grad_clip_norm,
-    )
 
 
 def named_loss(loss: LossSpec) -> NamedLoss:

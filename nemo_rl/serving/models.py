@@ -23,7 +23,8 @@ from nemo_rl.config.rules.engines import check_zero_mismatch
 from nemo_rl.config.rules.models import trust_models
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.models.adapters.tensors import AdapterTensors
+from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors
+from nemo_rl.models.adapters.training import AdamParams
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import (
     check_engine_adapters,
@@ -37,9 +38,7 @@ from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.tensor_files import download_models
 from nemo_rl.models.policy.adapter_policy import AdapterPolicy, check_adapter_policy
 from nemo_rl.serving.interfaces import (
-    AdamParams,
     AdapterModels,
-    AdapterSpec,
     LossSpec,
     ModelLimits,
     PassResult,
@@ -51,14 +50,13 @@ from nemo_rl.serving.interfaces import (
 from nemo_rl.serving.model_requests import (
     check_prompt,
     check_sampling,
+    check_shape,
+    check_update,
     named_loss,
     pass_result,
     prompt_scores,
     rows_of,
     score_rows,
-    shape_of,
-    spec_of,
-    update_params,
 )
 from nemo_rl.utils.errors import ConfigError, DataError, GenerationError
 
@@ -84,9 +82,9 @@ class ServedModels(AdapterModels):
         self._turns = ThreadPoolExecutor(1, thread_name_prefix="ranks")
         engines.load_weights = self._give_all
 
-    async def create(self, adapter: str, spec: AdapterSpec) -> None:
+    async def create(self, adapter: str, shape: AdapterShape) -> None:
         """Add an adapter (`AdapterModels.create`)."""
-        shape = shape_of(spec)
+        check_shape(shape)
         await self._turn(self._policy.create, self._unused(adapter), shape)
         self._adapters.add(adapter)
 
@@ -106,7 +104,8 @@ class ServedModels(AdapterModels):
     async def update(self, adapter: str, params: AdamParams) -> dict[str, float]:
         """Make an update (`AdapterModels.update`)."""
         self._require(adapter)
-        norm = await self._turn(self._policy.update, adapter, update_params(params))
+        check_update(params)
+        norm = await self._turn(self._policy.update, adapter, params)
         return {"grad_norm": norm}
 
     async def save(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
@@ -114,11 +113,11 @@ class ServedModels(AdapterModels):
         self._require(adapter)
         await self._turn(self._policy.save, adapter, folder, with_optimizer=with_optimizer)
 
-    async def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> AdapterSpec:
+    async def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> AdapterShape:
         """Add the adapter of a folder (`AdapterModels.load`)."""
         shape = await self._turn(self._policy.load, self._unused(adapter), folder, with_optimizer=with_optimizer)
         self._adapters.add(adapter)
-        return spec_of(shape)
+        return shape
 
     async def drop(self, adapter: str) -> None:
         """Forget an adapter (`AdapterModels.drop`)."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from nemo_rl.files.writing import write_atomically
 from nemo_rl.models.generation.interfaces import GenerationResult
 from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdapterModels, PromptScores, RequestError, ScoreRequest
 from nemo_rl.serving.limits import RefusedError, UserLimits
@@ -21,6 +20,7 @@ from nemo_rl.serving.promises import Promise, RequestOutcome
 from nemo_rl.serving.samplers import SamplerPool
 from nemo_rl.serving.state import ServiceState
 from nemo_rl.serving.store.sessions import SamplingSession
+from nemo_rl.serving.store.storage import store_bytes
 from nemo_rl.serving.store.tenants import digest_of
 from nemo_rl.serving.turns import FairGate
 from nemo_rl.serving.wire.bodies import SampleBody, read_body, read_json
@@ -64,6 +64,7 @@ class SampleRunner:
 
         Raises:
             RequestError: another request has the same number, or the request is wrong.
+            StorageError: the request cannot be stored.
             BusyError: the user samples too much at the same time.
         """
         request_id, digest = f"{sampler.id}:{seq_id}", digest_of("asample", raw)
@@ -74,7 +75,9 @@ class SampleRunner:
             return known
         call = read_sample(read_body(SampleBody, read_json(raw)), self.models.limits, (sampler.id, seq_id))
         self.limits.check_samples(owner, len(call.seeds))
-        write_atomically(self.state.sample_file(sampler, seq_id), raw)
+        file = self.state.sample_file(sampler, seq_id)
+        if not (file.exists() and file.read_bytes() == raw):
+            store_bytes(file, raw)
         return self._start(owner, sampler, call, self.state.promises.add(Promise(request_id, digest)))
 
     def resume(self, owner: str, sampler: SamplingSession, seq_id: int) -> Promise | None:

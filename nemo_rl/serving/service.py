@@ -10,7 +10,6 @@ number is an error of the user.
 import asyncio
 import logging
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.schema.service import ServiceConfig
-from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdapterModels, AdapterSpec, RequestError
+from nemo_rl.models.adapters.tensors import AdapterShape
+from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdapterModels, RequestError
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import UNASKED_S, Promise, RequestOutcome
 from nemo_rl.serving.samplers import SamplerPool
@@ -26,6 +26,7 @@ from nemo_rl.serving.sampling import SampleRunner
 from nemo_rl.serving.state import ServiceState
 from nemo_rl.serving.store.journal import link_tree
 from nemo_rl.serving.store.sessions import ClientSession, SamplingSession, sampler_id
+from nemo_rl.serving.store.storage import StorageError
 from nemo_rl.serving.store.tenants import Command, Tenant, TenantDetails, digest_of
 from nemo_rl.serving.training import CommandRunner
 from nemo_rl.serving.turns import TurnTable
@@ -121,7 +122,7 @@ class Service:
             if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
                 raise RequestError("train_attn, train_mlp and train_unembed are all false; set one of them to true.")
             seed = derive_seed(self.config.seed, "adapter", model_id) if lora.seed is None else lora.seed
-            spec = AdapterSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+            spec = AdapterShape(**lora.model_dump() | {"seed": seed})
             known = self._new_tenant(model_id, owner, base, spec, given.user_metadata)
         return self.submit(known, 0, "create_model", raw)
 
@@ -151,7 +152,7 @@ class Service:
             if given.optimizer and record.kind != "weights":
                 raise RequestError(f"{given.path} has no state of an optimizer; only paths with /weights/ have one.")
             metadata = given.user_metadata if given.user_metadata is not None else record.run_metadata
-            known = self._new_tenant(model_id, owner, base, AdapterSpec(**record.spec), metadata)
+            known = self._new_tenant(model_id, owner, base, AdapterShape(**record.spec), metadata)
         return self.submit(known, 0, "load_weights", raw)
 
     def submit(self, tenant: Tenant, seq_id: int, kind: str, raw: bytes, canonical: bytes | None = None) -> Promise:
@@ -166,6 +167,7 @@ class Service:
         Raises:
             RequestError: another command has the same number, or the session has ended.
             BusyError: too many commands of the user wait.
+            StorageError: the command cannot be stored, and is not accepted.
         """
         digest, request_id = digest_of(kind, canonical or raw), f"{tenant.id}:{seq_id}"
         known = tenant.commands.get(seq_id)
@@ -227,6 +229,8 @@ class Service:
         """Return for the user what an unfinished request waits for."""
         of, _, number = request_id.rpartition(":")
         tenant = self.state.tenants.get(of)
+        if self.waits_for_space(request_id):
+            return f"a result is there and cannot be stored. {self.trainer.storage.last}"
         if tenant is None or int(number) == tenant.done_seq + 1:
             return "it is being executed, or other users have their turn"
         waited_for = range(tenant.done_seq + 1, int(number))
@@ -234,6 +238,10 @@ class Service:
         if missing is None:
             return "earlier requests of the model are executed first"
         return f"the request {missing} of the model has not arrived"
+
+    def waits_for_space(self, request_id: str) -> bool:
+        """Return whether an unfinished request waits for space on the disk."""
+        return request_id.rpartition(":")[0] in self.trainer.unstored
 
     def create_sampler(self, owner: str, given: CreateSamplerBody) -> SamplingSession:
         """Make a sampling session.
@@ -259,7 +267,7 @@ class Service:
             new = SamplingSession(
                 sampler_id(session.id, number), number, record.base_model, given.model_path, has_folder=True
             )
-            link_tree(self.state.checkpoints.files_of(record), self._free_folder(new))
+            link_tree(self.state.checkpoints.files_of(record), self.state.new_sampler_folder(new))
         self.state.sessions.add_sampler(session, new)
         return new
 
@@ -267,15 +275,8 @@ class Service:
         """End a session. What it has queued is executed, and then its models and samplers are removed."""
         self.state.sessions.finish(session, reason)
 
-    def _free_folder(self, sampler: SamplingSession) -> Path:
-        """Return the folder of a new sampling session, without what a killed process has left there."""
-        folder = self.state.sampler_folder(sampler)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return folder
-
     def _new_tenant(
-        self, model_id: str, owner: str, base: str, spec: AdapterSpec, metadata: dict[str, Any] | None
+        self, model_id: str, owner: str, base: str, spec: AdapterShape, metadata: dict[str, Any] | None
     ) -> Tenant:
         details = TenantDetails(model_id, owner, base, time.time(), asdict(spec), metadata)
         return self.state.tenants.create(details)
@@ -291,13 +292,14 @@ class Service:
             tenant = await self._turns.take(_SWEEP_S)
             if tenant is None:
                 await self._without_end(self._tidy())
-            elif not await self._without_end(self._turns.play(tenant, self.trainer.execute)):
-                # The command has no result yet, and is tried again.
-                tenant.adapter = None
+            elif error := await self._without_end(self._turns.play(tenant, self.trainer.execute)):
+                # The command has no stored result yet, and is tried again.
+                if not isinstance(error, StorageError):
+                    tenant.adapter = None
                 self._turns.announce(tenant)
 
-    async def _without_end(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Wait for work, log its error, for example that the disk is full, and return whether there was none."""
+    async def _without_end(self, work: Coroutine[Any, Any, None]) -> BaseException | None:
+        """Wait for work, and log and return its error."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task})
@@ -306,11 +308,13 @@ class Service:
             raise
         error = task.exception()
         if error is not None:
-            if not isinstance(error, PROCESS_LOSSES):
+            if isinstance(error, StorageError):
+                self.trainer.storage.tell(error)
+            elif not isinstance(error, PROCESS_LOSSES):
                 logger.error("The service will try again", exc_info=error)
             self._note_loss(error)
             await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
-        return error is None
+        return error
 
     async def _tidy(self) -> None:
         """Move unused models to the disk, and remove models and samplers of sessions that have ended."""
@@ -343,9 +347,12 @@ class Service:
         """Remove results, checkpoints and samplers whose time is over."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            for promise in self.state.promises.remove_over():
-                self._forget_files(promise.id)
-            self.state.checkpoints.delete_expired()
+            await self._without_end(self._remove_over())
+
+    async def _remove_over(self) -> None:
+        for promise in self.state.promises.remove_over():
+            self._forget_files(promise.id)
+        self.state.checkpoints.delete_expired()
 
     def _forget_files(self, request_id: str) -> None:
         """Remove what is stored about a request whose result is not kept any more."""

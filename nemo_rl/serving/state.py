@@ -12,14 +12,16 @@ from nemo_rl.files.folders import FolderLock
 from nemo_rl.serving.interfaces import RequestError
 from nemo_rl.serving.limits import RefusedError
 from nemo_rl.serving.promises import PromiseBook
+from nemo_rl.serving.store.base import acquire_folder
 from nemo_rl.serving.store.checkpoints import CheckpointRecord, CheckpointStore, parse_path
 from nemo_rl.serving.store.sessions import ClientSession, SamplingSession, SessionStore
+from nemo_rl.serving.store.storage import storing
 from nemo_rl.serving.store.tenants import Tenant, TenantStore
-from nemo_rl.utils.errors import ConfigError
 
 _MODEL = re.compile(r"([0-9a-f]{32}):train:(\d{1,18})")
 _SAMPLER = re.compile(r"([0-9a-f]{32}):sample:(\d{1,18})")
-_LOCK_S = 30.0
+LOCK_S = 30.0
+"""Time in seconds for which a process that is ending may hold the lock of a folder."""
 
 
 class ServiceState:
@@ -31,16 +33,18 @@ class ServiceState:
 
     Raises:
         ConfigError: another process uses the folder.
+        StorageError: a folder cannot be made.
     """
 
     def __init__(self, folder: Path, keep_results_s: float) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder = folder
         self._lock = FolderLock(folder)
-        _acquire(self._lock, folder)
-        self.sessions = SessionStore(folder / "sessions")
-        self.tenants = TenantStore(folder / "models")
-        self.checkpoints = CheckpointStore(folder / "checkpoints")
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            acquire_folder(self._lock, folder, LOCK_S)
+            self.sessions = SessionStore(folder / "sessions")
+            self.tenants = TenantStore(folder / "models")
+            self.checkpoints = CheckpointStore(folder / "checkpoints")
         self.promises = PromiseBook(keep_results_s)
 
     def release(self) -> None:
@@ -108,25 +112,23 @@ class ServiceState:
         """Return the folder for the adapter of a sampling session."""
         return self.folder / "samplers" / sampler.session_id / str(sampler.number)
 
+    def new_sampler_folder(self, sampler: SamplingSession) -> Path:
+        """Return the folder of a new sampling session, without what a killed process has left there.
+
+        Raises:
+            StorageError: the folder above it cannot be made.
+        """
+        folder = self.sampler_folder(sampler)
+        shutil.rmtree(folder, ignore_errors=True)
+        with storing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        return folder
+
     def sample_file(self, sampler: SamplingSession, seq_id: int) -> Path:
-        """Return the file for the body of a request to sample, in an existing folder."""
-        folder = self.folder / "samples" / sampler.session_id / str(sampler.number)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / str(seq_id)
+        """Return the file for the body of a request to sample."""
+        return self.folder / "samples" / sampler.session_id / str(sampler.number) / str(seq_id)
 
     def remove_samplers(self, session: ClientSession) -> None:
         """Remove the files of the sampling sessions of a session that has ended."""
         for part in ("samplers", "samples"):
             shutil.rmtree(self.folder / part / session.id, ignore_errors=True)
-
-
-def _acquire(lock: FolderLock, folder: Path) -> None:
-    """Take the lock of the folder. A process that is ending may hold it for a moment."""
-    end = time.monotonic() + _LOCK_S
-    while not lock.acquire():
-        if time.monotonic() > end:
-            raise ConfigError(
-                f"service.state_dir: {folder} is used by another service, or cannot be written to. End that service, "
-                "or choose another folder."
-            )
-        time.sleep(0.1)

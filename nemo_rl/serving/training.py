@@ -10,14 +10,15 @@ state, and what was saved is found by the number of the command.
 import asyncio
 import itertools
 import logging
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdamParams, AdapterModels, AdapterSpec, RequestError
+from nemo_rl.models.adapters.tensors import AdapterShape
+from nemo_rl.models.adapters.training import AdamParams
+from nemo_rl.serving.interfaces import PROCESS_LOSSES, AdapterModels, RequestError
 from nemo_rl.serving.limits import RefusedError, UserLimits
 from nemo_rl.serving.promises import RequestOutcome
 from nemo_rl.serving.run_log import RunLog
@@ -25,6 +26,7 @@ from nemo_rl.serving.samplers import SamplerPool
 from nemo_rl.serving.state import ServiceState
 from nemo_rl.serving.store.checkpoints import CheckpointPath, CheckpointRecord, checked_name
 from nemo_rl.serving.store.sessions import SamplingSession, sampler_id
+from nemo_rl.serving.store.storage import StorageError, StorageWarnings
 from nemo_rl.serving.store.tenants import Command, Tenant
 from nemo_rl.serving.wire.bodies import (
     AdamBody,
@@ -60,6 +62,10 @@ class CommandRunner:
         self._state = state
         self._samplers = samplers
         self._limits = limits
+        self.storage = StorageWarnings()
+        """Warnings about a disk that is full."""
+        self.unstored: dict[str, RequestOutcome] = {}
+        """Results that could not be stored, by model. Storing them is tried again."""
         folder = limits.config.log_dir
         self._log = RunLog(None if folder is None else Path(folder))
         self._numbers = itertools.count(1)
@@ -75,11 +81,17 @@ class CommandRunner:
         }
 
     async def execute(self, tenant: Tenant) -> str:
-        """Execute the next command of a model, store its result, and return its kind."""
+        """Execute the next command of a model, store its result, and return its kind.
+
+        Raises:
+            StorageError: the result cannot be stored. The next call tries it again, and does not execute again.
+        """
         command = tenant.next_command
         assert command is not None, "the turn table gives models with commands only"
-        outcome = await self._outcome(tenant, command)
+        outcome = self.unstored.get(tenant.id) or await self._outcome(tenant, command)
+        self.unstored[tenant.id] = outcome
         tenant.complete(command, outcome.packed(), has_failed=outcome.has_failed)
+        del self.unstored[tenant.id]
         tenant.used_at = time.monotonic()
         promise = self._state.promises.get(f"{tenant.id}:{command.seq_id}")
         if promise is not None:
@@ -87,15 +99,17 @@ class CommandRunner:
         if command.kind == "optim_step" and not outcome.has_failed:
             tenant.steps_since_state += 1
             if tenant.steps_since_state >= self._limits.config.state_every:
-                await self._store_state(tenant, tenant.done_seq)
+                await self._try_to_store_state(tenant)
         return command.kind
 
     async def evict(self, tenant: Tenant) -> None:
         """Move a model from the memory to its files."""
         if tenant.adapter is None:
             return
-        if not tenant.has_gradients and tenant.done_seq > tenant.state_seq:
-            await self._store_state(tenant, tenant.done_seq)
+        # With an update whose result is not stored, the adapter is not that of `done_seq`.
+        is_of_done = not tenant.has_gradients and tenant.id not in self.unstored
+        if is_of_done and tenant.done_seq > tenant.state_seq:
+            await self._try_to_store_state(tenant)
         await self._drop(tenant)
         logger.info("The model %s is on the disk.", tenant.id)
 
@@ -127,6 +141,9 @@ class CommandRunner:
                 return task.result()
             if isinstance(error, RequestError | RefusedError):
                 return RequestOutcome.failed(str(error), "user")
+            if isinstance(error, StorageError):
+                self.storage.tell(error)
+                return RequestOutcome.failed(str(error), "server")
             if isinstance(error, PROCESS_LOSSES):
                 raise error  # the command is executed after the next start of the models
             logger.error("%s, command %d, attempt %d", tenant.id, command.seq_id, attempt + 1, exc_info=error)
@@ -180,15 +197,28 @@ class CommandRunner:
         if name is not None:
             await self._models.drop(name)
 
-    async def _store_state(self, tenant: Tenant, seq_id: int) -> None:
-        """Store the state of a model in memory, which has no gradients.
+    async def _try_to_store_state(self, tenant: Tenant) -> None:
+        """Store the state of a model in memory, which has no gradients. Without space, the older state stays."""
+        assert tenant.adapter is not None and not tenant.has_gradients, "gradients are not stored"
+        try:
+            await self._store_state(tenant, tenant.adapter, tenant.done_seq, tenant.spec)
+        except StorageError as error:
+            self.storage.tell(error)
+
+    async def _store_state(self, tenant: Tenant, adapter: str, seq_id: int, spec: AdapterShape) -> None:
+        """Store an adapter as the state of a model.
 
         Args:
+            tenant: the model.
+            adapter: name of an adapter without gradients.
             seq_id: number of the last command that the state contains.
+            spec: form of the adapter.
+
+        Raises:
+            StorageError: the state cannot be written. The older one stays.
         """
-        assert tenant.adapter is not None and not tenant.has_gradients, "gradients are not stored"
-        await self._models.save(tenant.adapter, tenant.new_state_folder(seq_id), with_optimizer=True)
-        tenant.note_state(seq_id)
+        await _written(self._models.save(adapter, tenant.new_state_folder(seq_id), with_optimizer=True))
+        tenant.note_state(seq_id, spec)
 
     async def _create(self, tenant: Tenant, command: Command, body: bytes) -> RequestOutcome:
         await self._ready(tenant)
@@ -253,12 +283,14 @@ class CommandRunner:
         new = SamplingSession(
             sampler_id(session.id, number), number, tenant.details.base_model, made_from, has_folder=True
         )
-        folder, name = self._state.sampler_folder(new), self._samplers.new_name()
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder, name = self._state.new_sampler_folder(new), self._samplers.new_name()
         await self._models.publish(await self._ready(tenant), name)
-        await self._models.save_sampler(name, folder)
-        self._state.sessions.add_sampler(session, new)
+        try:
+            await _written(self._models.save_sampler(name, folder))
+            self._state.sessions.add_sampler(session, new)
+        except StorageError:
+            await self._models.drop_sampler(name)
+            raise
         await self._samplers.adopt(folder, name)
         return new
 
@@ -268,14 +300,17 @@ class CommandRunner:
         record = self._state.checkpoint(tenant.details.owner, given.path)
         if given.optimizer and record.kind != "weights":
             raise RequestError(f"{given.path} has no state of an optimizer; only paths with /weights/ have one.")
-        await self._drop(tenant)
         await self._make_room(tenant)
         name, folder = f"{tenant.id}@{next(self._numbers)}", self._state.checkpoints.files_of(record)
         await self._models.load(name, folder, with_optimizer=given.optimizer)
-        tenant.spec = AdapterSpec(**record.spec)
+        try:
+            if tenant.state_seq != command.seq_id:
+                await self._store_state(tenant, name, command.seq_id, AdapterShape(**record.spec))
+        except StorageError:
+            await self._models.drop(name)
+            raise
+        await self._drop(tenant)
         tenant.adapter, tenant.has_gradients = name, False
-        if tenant.state_seq != command.seq_id:
-            await self._store_state(tenant, command.seq_id)
         return RequestOutcome.of_json(type="load_weights", path=given.path, model_id=tenant.id)
 
     def _path(self, tenant: Tenant, kind: str, name: str | None, command: Command) -> CheckpointPath:
@@ -318,8 +353,20 @@ class CommandRunner:
             return
         self._limits.check_stored(record.owner)
         folder = self._state.checkpoints.new_folder(record.path, record.seq_id)
-        await self._models.save(await self._ready(tenant), folder, with_optimizer=with_optimizer)
+        await _written(self._models.save(await self._ready(tenant), folder, with_optimizer=with_optimizer))
         self._state.checkpoints.add(record, folder)
+
+
+async def _written(writing: Awaitable[None]) -> None:
+    """Wait until the models have written files.
+
+    Raises:
+        StorageError: the files cannot be written.
+    """
+    try:
+        await writing
+    except RequestError as error:
+        raise StorageError(f"The adapter is not saved: {error}") from error
 
 
 def _adam_params(body: Mapping[str, Any]) -> AdamParams:

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,8 +17,9 @@ from typing import Any
 
 import psutil
 import pytest
-from example_runs import REPOSITORY, ExampleRun
+from example_runs import REPOSITORY
 from safetensors import safe_open
+from service_process import Server, free_port
 
 pytest.importorskip("tinker")
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(5400)]
@@ -30,6 +30,7 @@ LONGEST_WAIT_S = 3.0
 """A process is killed up to so many seconds after all tenants have made progress."""
 LONGEST_PROGRESS_S = 20.0
 """Time after which a process is killed even if a tenant has made no progress. The library asks each 30 s at last."""
+RESIDENT = "service.max_resident_models={}"
 PAUSE_S = 6.0
 """Pause of the tenants after a step, so that they live as long as the kills."""
 VICTIMS = {
@@ -40,68 +41,6 @@ VICTIMS = {
 TENANTS = {"alice": 4, "bob": 8, "carol": 2}
 """Names and ranks of adapters."""
 STEPS = 16 + NUM_KILLS
-
-
-class Server(ExampleRun):
-    """`nemo_rl serve` on a port and a folder."""
-
-    port: int
-    group: int
-
-    @classmethod
-    def start(cls, folder: Path, port: int, resident: int) -> "Server":
-        folder.mkdir(parents=True, exist_ok=True)
-        log_path = folder / f"console_{time.monotonic_ns()}.log"
-        keys = {
-            "service.port": port,
-            "service.state_dir": folder / "state",
-            "service.log_dir": "null",
-            "service.state_every": 3,
-            "service.max_resident_models": resident,
-            "cluster.max_run_restarts": 1000,
-            "cluster.max_actor_restarts": 1000,
-        }
-        command = [sys.executable, "-m", "nemo_rl", "serve", str(REPOSITORY / "examples/configs/serve_cpu.yaml")]
-        command += [f"{key}={value}" for key, value in keys.items()]
-        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        with log_path.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": path},
-                process_group=0,
-            )
-        server = cls(process, log_path, folder)
-        server.port = port
-        return server
-
-    def answers(self) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", self.port), 1).close()
-        except OSError:
-            return False
-        return True
-
-    def await_answer(self, seconds: float = 300) -> None:
-        end = time.monotonic() + seconds
-        while not self.answers():
-            assert self.process.poll() is None, self.log()[-4000:]
-            assert time.monotonic() < end, self.log()[-4000:]
-            time.sleep(0.1)
-
-    def end(self) -> None:
-        """End the process group at once."""
-        self.processes()
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(20)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def start_tenants(port: int, folder: Path, pause_s: float) -> list[subprocess.Popen[bytes]]:
@@ -173,7 +112,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def test_tenants_get_the_same_bits_whatever_is_killed(tmp_path: Path, processes: list[Any]) -> None:
     calm = tmp_path / "calm"
-    server = Server.start(calm, free_port(), resident=16)
+    server = Server.start(calm, free_port(), RESIDENT.format(16))
     processes.append(server.process)
     server.await_answer()
     tenants = start_tenants(server.port, calm, 0.0)
@@ -185,7 +124,7 @@ def test_tenants_get_the_same_bits_whatever_is_killed(tmp_path: Path, processes:
     expected = results(calm)
 
     killed, folder, draws = Counter[str](), tmp_path / "killed", random.Random(SEED)
-    server = Server.start(folder, free_port(), resident=2)
+    server = Server.start(folder, free_port(), RESIDENT.format(2))
     processes.append(server.process)
     server.await_answer()
     tenants = start_tenants(server.port, folder, PAUSE_S)
@@ -200,7 +139,7 @@ def test_tenants_get_the_same_bits_whatever_is_killed(tmp_path: Path, processes:
         if victim == "server":
             server.end()
             assert server.survivors(60) == []
-            server = Server.start(folder, server.port, resident=2)
+            server = Server.start(folder, server.port, RESIDENT.format(2))
             processes.append(server.process)
         elif not server.processes(*VICTIMS[victim]):
             continue  # the models are being started

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 104_300, "all": 135_000}
+LINES = {"core": 104_410, "all": 135_480}
 FILES = {"core": 575, "all": 770}
 FOLDERS = 95
-SHORT_FILES = 48
+SHORT_FILES = 49
 """Files under 60 lines, without `__init__.py`."""
 DOCUMENTATION = 0.4
 """Lines of docstrings and of texts below fields, for each line of code."""

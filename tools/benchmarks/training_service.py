@@ -34,8 +34,10 @@ from tinker import types
 
 from nemo_rl.config import load_config
 from nemo_rl.config.runs.service import ServiceMasterConfig
+from nemo_rl.models.adapters.tensors import AdapterShape
+from nemo_rl.models.adapters.training import AdamParams
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.serving.interfaces import AdamParams, AdapterSpec, LossSpec, TrainingDatum
+from nemo_rl.serving.interfaces import LossSpec, TrainingDatum
 from nemo_rl.serving.models import open_models
 
 CONFIG = ROOT / "examples/configs/serve_cpu.yaml"
@@ -86,7 +88,7 @@ def in_process(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     rows = sequences(arguments, 0)
     data = [TrainingDatum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": ones}) for row in rows]
     with asyncio.Runner() as runner:
-        runner.run(models.create("one", AdapterSpec(rank=8)))
+        runner.run(models.create("one", AdapterShape(rank=8)))
 
         def step(number: int) -> None:
             runner.run(models.run_pass("one", data, LossSpec("cross_entropy"), backward=True))

@@ -17,7 +17,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from nemo_rl.agents.programs.commands import end_processes
 from nemo_rl.agents.programs.interfaces import AgentError
 from nemo_rl.config import RunConfig
 from nemo_rl.config.schema.agents import NEMO_GYM, HeadServerConfig, NemoGymConfig
+from nemo_rl.host.restart_counter import RestartCounter
 from nemo_rl.sandbox.scratch import remove
 from nemo_rl.utils.addresses import http_address
 from nemo_rl.utils.errors import ConfigError
@@ -110,7 +110,7 @@ _POLL_S = 0.2
 _CONNECT_S = 5.0
 _END_S = 10.0
 _LAST_BYTES = 2000
-_MAX_RESTARTS, _RESTARTS_S = 3, 3600.0
+_MAX_RESTARTS = 3
 _CONFIG_FILE, _LOG_FILE = "nemo_rl.yaml", "servers.log"
 _FOLDER_VARIABLE = "NEMO_RL_GYM_FOLDER"
 """Environment variable of all server processes, by which they are found if their guard was killed."""
@@ -134,7 +134,7 @@ class GymServers:
         self._running: _Process | None = None
         self._base_url = ""
         self._agents: dict[str, str] = {}
-        self._restarts: deque[float] = deque()
+        self._restarts = RestartCounter(_MAX_RESTARTS)
         self._failure: str | None = None
 
     async def agent_url(self, name: str, base_url: str, model: str) -> str:
@@ -170,12 +170,10 @@ class GymServers:
 
     def _count_restart(self) -> None:
         """Count that the servers ended by themselves, and have to be started again."""
-        now = time.monotonic()
-        self._restarts.append(now)
-        while now - self._restarts[0] > _RESTARTS_S:
-            self._restarts.popleft()
-        if len(self._restarts) > _MAX_RESTARTS:
-            self._failure = f"NeMo Gym's servers cannot be used: they have ended {len(self._restarts)} times in an hour"
+        self._restarts.add()
+        if self._restarts.are_too_many:
+            times = self._restarts.number
+            self._failure = f"NeMo Gym's servers cannot be used: they have ended {times} times in an hour"
             raise AgentError(self._failure)
 
     async def _started(self, base_url: str, model: str) -> None:

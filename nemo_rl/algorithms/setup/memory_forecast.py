@@ -10,7 +10,7 @@ Invariant: a group of devices appears once, under the names of the models and en
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,10 +28,14 @@ from nemo_rl.config import (
     model_ranks,
     sharing,
 )
+from nemo_rl.config.runs.service import ServiceMasterConfig
+from nemo_rl.config.schema.service import ServiceConfig
 from nemo_rl.host.capacity import machine_bytes
 from nemo_rl.host.machine_load import query_gpus
-from nemo_rl.models.capacity.memory import EngineMemory, MemoryPlan, Moment, engine_memory
-from nemo_rl.models.generation.factory import engine_precision, engine_settings
+from nemo_rl.models.adapters.slots import slot_sizes
+from nemo_rl.models.capacity.memory import WIDE, EngineMemory, MemoryPlan, Moment, engine_memory
+from nemo_rl.models.generation.factory import adapter_slot_bytes, engine_precision, engine_settings
+from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.quantization import weight_quantization
 from nemo_rl.models.training.backends import training_backend
@@ -138,6 +142,8 @@ USABLE_SHARE = 0.93
 _ASLEEP = 3 * 2.0**30
 """Estimated bytes that a sleeping engine keeps on a GPU: its CUDA context, CUDA graphs and NCCL's buffers."""
 _SYNC_BUCKETS = 2
+_BYTES_OF_TRAINED = 16
+"""Bytes for each number of an adapter: the number, two moments and a gradient in float32."""
 _STAYING = ("weights", "optimizer state")
 
 
@@ -176,7 +182,8 @@ def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
     Raises:
         ConfigError: A model's configuration cannot be read.
     """
-    forecast = _Forecast(config.cluster, config.policy, device)
+    service = config.service if isinstance(config, ServiceMasterConfig) else None
+    forecast = _Forecast(config.cluster, config.policy, device, service)
     groups = forecast.groups(config)
     tokens = None if config.policy.generation is None else forecast.cache_tokens()
     problems = [_too_large(config, group, plan, device) for group, plan in groups.items()]
@@ -263,6 +270,7 @@ class _Forecast:
     cluster: ClusterConfig
     policy: PolicyConfig
     device: float
+    service: ServiceConfig | None = None
 
     def groups(self, config: RunConfig) -> dict[str, MemoryPlan]:
         """Return the plan of each group of devices."""
@@ -271,6 +279,8 @@ class _Forecast:
                 return {}  # another server has the model
             return {"generation": MemoryPlan({}, {"generation": self.engine()}, {})}
         ranks = model_ranks(config.model_cluster, config.models)
+        if self.service is not None:
+            return self.served(self.service, ranks["policy"])
         plans = {name: self.phases(name, role, ranks[name], config) for name, role in config.models.items()}
         together = sharing(config.models) if self.cluster.uses_gpu else {name: [name] for name in config.models}
         groups: dict[str, MemoryPlan] = {}
@@ -279,6 +289,33 @@ class _Forecast:
             group, plan = " + ".join(names), _in_turns({name: plans[name] for name in names}, idle)
             groups |= self.with_engines(group, plan) if owner == "policy" else {group: plan}
         return groups
+
+    def served(self, service: ServiceConfig, num_ranks: int) -> dict[str, MemoryPlan]:
+        """Predict a base with as many adapters and samplers as the service keeps in memory, all of the largest rank.
+
+        Ranks and engines work at the same time, each on the rank's own device.
+        """
+        # A rank of 1 gives the activations. Each of the adapters has its own matrices.
+        lora = self.policy.dtensor_cfg.lora_cfg.model_copy(update={"enabled": True, "dim": 1})
+        section = self.policy.dtensor_cfg.model_copy(update={"lora_cfg": lora})
+        passes = self._predict(
+            self.policy.model_copy(update={"dtensor_cfg": section}), num_ranks, trains=True, keeps_reference=False
+        )
+        frozen = self._predict(self.policy, num_ranks, trains=False, keeps_reference=False)
+        numbers = service.max_rank * sum(slot_sizes(self._model).values())
+        samplers = service.max_resident_samplers * numbers
+        ranks: Moment = {
+            **passes.moments[passes.peak_moment],
+            **frozen.stays,
+            "adapters and their optimizers": service.max_resident_models * numbers * _BYTES_OF_TRAINED,
+            "samplers": samplers * WIDE,
+        }
+        engine = {**self.engine(), "samplers": 0.0 if self.cluster.uses_gpu else float(samplers * self._itemsize)}
+        if self.cluster.uses_gpu:
+            whole = {"serving": {**ranks, **engine, "samplers": ranks["samplers"]}}
+            return {"policy + generation": MemoryPlan({}, whole, {}, passes.missing)}
+        apart = MemoryPlan({}, {"generation": engine}, {})
+        return {"policy": MemoryPlan({}, {"training": ranks}, {}, passes.missing), "generation": apart}
 
     def left_when_idle(self, name: str, role: Role, plan: MemoryPlan) -> Moment:
         """Return the memory that a model keeps on its devices while another user of the devices works."""
@@ -358,10 +395,22 @@ class _Forecast:
     @cached_property
     def _cache_bytes(self) -> float:
         """Bytes of a rank's key-value cache, as configured or as the engine's share of the device allows."""
+        if self._settings.kv_cache_bytes is not None:
+            return self._settings.kv_cache_bytes
+        share = self.device * self._settings.gpu_memory_utilization
+        return share - self._engine.weights - self._engine.workspace - self._slots
+
+    @cached_property
+    def _settings(self) -> EngineSettings:
         settings = engine_settings(self.policy, self.cluster, 0, load_weights=False)
-        if settings.kv_cache_bytes is not None:
-            return settings.kv_cache_bytes
-        return self.device * settings.gpu_memory_utilization - self._engine.weights - self._engine.workspace
+        if self.service is None:
+            return settings
+        return replace(settings, holds_adapters=True, max_adapter_rank=self.service.max_rank)
+
+    @cached_property
+    def _slots(self) -> float:
+        """Bytes that a rank of an engine reserves for adapters."""
+        return adapter_slot_bytes(self._settings)
 
     def cache_tokens(self) -> float:
         """Return the number of tokens that fit into the cache. It is negative if weights and workspace do not fit."""
@@ -372,6 +421,7 @@ class _Forecast:
         return {
             "engine's weights": self._engine.weights,
             "engine's workspace": self._engine.workspace,
+            "adapter slots": self._slots,
             "key-value cache": max(self._cache_bytes, 0.0),
         }
 

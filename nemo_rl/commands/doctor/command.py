@@ -16,7 +16,7 @@ DESCRIPTION = """Check this machine, or the cluster at RAY_ADDRESS, before a run
 Without --config only the machine is checked; with it also the configuration's model, data, memory and disk.
 With --model, a small model of its architecture is tried with all rows, meshes, backends and engines instead.
 No worker is started without --dummy-step. Exit status: 0 without a failure, 1 with one."""
-ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation", "eval")
+ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation", "eval", "service")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from nemo_rl.commands.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
 from nemo_rl.commands.doctor.run import run_checks
 from nemo_rl.commands.doctor.runner import as_the_run_says, perform, smallest
 from nemo_rl.config import RunConfig, load_config, report_findings
-from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
+from nemo_rl.config.loading.algorithms import PROGRAMS, algorithm_of
 from nemo_rl.config.rules.models import trust_models
 from nemo_rl.host.terminal import is_terminal
 from nemo_rl.launch.checks import Passed, Request
@@ -54,8 +54,8 @@ def _configuration(arguments: argparse.Namespace) -> tuple[RunConfig | None, lis
     accepted: list[RunConfig] = []
 
     def look() -> Passed:
-        algorithm = arguments.algorithm or algorithm_of(file)
-        config = load_config(file, arguments.overrides, schema=ALGORITHMS[algorithm], check=False)
+        algorithm = arguments.algorithm or algorithm_of(file, PROGRAMS)
+        config = load_config(file, arguments.overrides, schema=PROGRAMS[algorithm], check=False)
         report_findings(config.findings())
         accepted.append(config)
         report_findings(config.missing_files())

@@ -12,6 +12,7 @@ from typing import Any
 from nemo_rl.commands.doctor.checks import Check, Finding, skipped
 from nemo_rl.commands.doctor.runner import as_the_run_says
 from nemo_rl.config import MasterConfig, PolicyConfig
+from nemo_rl.config.runs.service import ServiceMasterConfig
 from nemo_rl.launch.checks import CHECKS, Passed, Request, RunCheck
 from nemo_rl.utils.addresses import cluster_address
 from nemo_rl.utils.errors import NemoRLError
@@ -73,12 +74,20 @@ def run_checks(request: Request, *, with_step: bool = False) -> Sequence[Check[R
     Args:
         with_step: whether to start the policy's workers for one step.
     """
-    checks = [Check(check.name, partial(_look, check), check.deadline_s, check.needs) for check in CHECKS]
+    first = Check("nodes for the run", check_size, needs=("cluster",))
+    if isinstance(request.config, ServiceMasterConfig):
+        from nemo_rl.commands.service_checks import SERVICE_CHECKS  # it loads torch
+
+        return [first, *map(_check_of, SERVICE_CHECKS)]
     timeouts = request.config.cluster.timeouts
     deadline_s = timeouts.setup_s + timeouts.train_s + timeouts.shutdown_s
     before_a_step = ("cluster", "devices", "model", "mesh", "memory", "ports") if with_step else ()
     step = Check("dummy step", partial(_look_at_a_step, with_step), deadline_s, before_a_step)
-    return [Check("nodes for the run", check_size, needs=("cluster",)), *checks, step]
+    return [first, *map(_check_of, CHECKS), step]
+
+
+def _check_of(check: RunCheck) -> Check[Request]:
+    return Check(check.name, partial(_look, check), check.deadline_s, check.needs)
 
 
 def _look(check: RunCheck, request: Request) -> Finding:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.files.regular_file import read_text
+from nemo_rl.host.capacity import free_bytes, readable_bytes
 from nemo_rl.models.adapters.slots import AdapterSlots
 from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors, LowRankPair, is_of_mlp
 from nemo_rl.models.adapters.training import expected_state
@@ -73,8 +74,13 @@ def write_adapter_folder(
         os.rename(partial, folder)
         flush_folder(folder.parent)
     except OSError as error:
+        free = free_bytes(folder)
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"{folder} cannot be written: {error}.") from error
+        needed = sum(value.nbytes for value in (*adapter.parameters().values(), *(state or {}).values()))
+        raise CheckpointError(
+            f"{folder} cannot be written: {error.strerror or error} ({readable_bytes(needed)} are needed and "
+            f"{readable_bytes(free)} are free). Free space there."
+        ) from error
 
 
 def _write_files(folder: Path, adapter: AdapterTensors, base: BaseModel, state: Mapping[str, Tensor] | None) -> None:
@@ -85,7 +91,7 @@ def _write_files(folder: Path, adapter: AdapterTensors, base: BaseModel, state: 
     described = peft_config(config, base.name, list(adapter.pairs), fused_experts=base.fuses_experts)
     described["lora_alpha"] = int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha
     _write_json(folder / CONFIG_FILE, described)
-    _write_json(folder / SHAPE_FILE, asdict(shape))
+    _write_json(folder / SHAPE_FILE, {_stored_name(name): value for name, value in asdict(shape).items()})
     if state is not None:
         (folder / OPTIMIZER_FILE).write_bytes(save({name: _plain(value) for name, value in state.items()}))
 
@@ -146,15 +152,21 @@ def _read_shape(folder: Path, slots: AdapterSlots) -> tuple[AdapterShape, list[s
     names = [name for name in slots.sizes if name in kept]
     whole = AdapterShape(int(described["r"]), float(described["lora_alpha"]), **_groups(names, slots.head))
     if (folder / SHAPE_FILE).exists():
-        return AdapterShape(**(asdict(whole) | json.loads(read_text(folder / SHAPE_FILE)))), names
+        stored = json.loads(read_text(folder / SHAPE_FILE))
+        return AdapterShape(**{name: stored[_stored_name(name)] for name in asdict(whole)}), names
     return whole, names
+
+
+def _stored_name(field: str) -> str:
+    """Return the name in `SHAPE_FILE` of a field of `AdapterShape`."""
+    return field.removeprefix("train_")
 
 
 def _groups(names: list[str], head: str | None) -> dict[str, Any]:
     """Return which groups of layers an adapter has, by the names of its layers."""
     others = [name for name in names if name != head]
     mlp = [is_of_mlp(name) for name in others]
-    return {"attn": not all(mlp), "mlp": any(mlp), "unembed": len(others) < len(names)}
+    return {"train_attn": not all(mlp), "train_mlp": any(mlp), "train_unembed": len(others) < len(names)}
 
 
 def _matrix(folder: Path, tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int]) -> Tensor:

@@ -9,13 +9,18 @@ Invariant: parameters keep their names, and without an adapter the outputs have 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 
+import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.parallel_logprobs.head import HeadUpdate
 from nemo_rl.models.adapters.tensors import AdapterTensors, LowRankPair, linear
 from nemo_rl.models.huggingface.layers import parts_without_text, score_head
+from nemo_rl.models.huggingface.load import auto_class
 from nemo_rl.models.huggingface.mixers import is_used_by_weight
 from nemo_rl.models.huggingface.recurrent import compute_unfused
 from nemo_rl.utils.errors import ConfigError
@@ -119,6 +124,15 @@ def slot_names(hf: PreTrainedModel) -> list[str]:
     """Return the names of the layers that adapters may have: `linear_names`, and the output head if it is linear."""
     head = hf.get_output_embeddings()
     return linear_names(hf) + [name for name, module in hf.named_modules() if module is head and _is_linear(module)]
+
+
+def slot_sizes(config: PretrainedConfig, *, with_head: bool = True) -> dict[str, int]:
+    """Return the layers that adapters of a model may have, with their numbers of inputs and outputs together."""
+    with torch.device("meta"), no_init_weights():
+        hf: PreTrainedModel = auto_class(config).from_config(deepcopy(config))
+    names = slot_names(hf) if with_head else linear_names(hf)
+    layers = {name: hf.get_submodule(name) for name in names}
+    return {name: one.in_features + one.out_features for name, one in layers.items() if isinstance(one, nn.Linear)}
 
 
 def linear_names(hf: PreTrainedModel) -> list[str]:

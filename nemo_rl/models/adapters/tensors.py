@@ -19,19 +19,19 @@ MLP_PARTS = ("mlp", "feed_forward", "ffn", "moe", "experts", "shared_expert", "s
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """Rank, scale and layers of an adapter."""
+    """Rank, scale, layers and first values of an adapter."""
 
-    rank: int
+    rank: int = 32
     """Number of rows of A, and of columns of B."""
-    alpha: float
+    alpha: float = 32.0
     """The product is scaled by `alpha / rank`."""
     seed: int = 0
-    """Seed of the first values of A."""
-    attn: bool = True
+    """Seed of the first values of A. B is 0, so a new adapter has no effect."""
+    train_attn: bool = True
     """Whether linear layers of attention, or of other mixers of tokens, are adapted."""
-    mlp: bool = True
+    train_mlp: bool = True
     """Whether linear layers of feed-forward blocks and experts are adapted."""
-    unembed: bool = True
+    train_unembed: bool = True
     """Whether the output head is adapted."""
 
     @property
@@ -47,8 +47,8 @@ class AdapterShape:
             head: name of the output head, or None without one.
         """
         if name == head:
-            return self.unembed
-        return self.mlp if is_of_mlp(name) else self.attn
+            return self.train_unembed
+        return self.train_mlp if is_of_mlp(name) else self.train_attn
 
 
 def is_of_mlp(name: str) -> bool:

@@ -19,18 +19,20 @@ _GRADIENT, _STEP = "gradient", "step"
 
 
 @dataclass(frozen=True)
-class UpdateParams:
+class AdamParams:
     """Parameters of one AdamW update (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
 
-    learning_rate: float
+    learning_rate: float = 1e-4
     """Learning rate."""
-    betas: tuple[float, float]
-    """Decays of the means of gradients and of squared gradients."""
-    eps: float
+    beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    beta2: float = 0.95
+    """Decay of the mean of squared gradients."""
+    eps: float = 1e-12
     """Term in the denominator."""
-    weight_decay: float
+    weight_decay: float = 0.0
     """Decoupled weight decay."""
-    max_norm: float
+    grad_clip_norm: float = 0.0
     """Largest norm of the gradient of all matrices. 0 means no limit."""
 
 
@@ -75,7 +77,7 @@ class TrainedAdapter:
             else:
                 self._sums[name] = gradient.clone()
 
-    def update(self, params: UpdateParams) -> float:
+    def update(self, params: AdamParams) -> float:
         """Make an update, set the gradients to 0, and return their norm before clipping.
 
         Without gradients since the last update, the update is that with gradients of 0.
@@ -88,8 +90,8 @@ class TrainedAdapter:
             value.grad = sums[name].clone() if name in sums else torch.zeros_like(value)
         gradients = [value.grad for value in self._parameters.values() if value.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        if params.max_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), params.max_norm, norm)
+        if params.grad_clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), params.grad_clip_norm, norm)
         fits = self._step(params)
         self.forget_gradients()
         if not (
@@ -103,12 +105,12 @@ class TrainedAdapter:
         self._sums = {}
         return float(norm)
 
-    def _step(self, params: UpdateParams) -> bool:
+    def _step(self, params: AdamParams) -> bool:
         """Make a step of the optimizer. Return whether its numbers fit into float32."""
         for group in self._optimizer.param_groups:
             group |= {
                 "lr": params.learning_rate,
-                "betas": params.betas,
+                "betas": (params.beta1, params.beta2),
                 "eps": params.eps,
                 "weight_decay": params.weight_decay,
             }

@@ -176,6 +176,16 @@ def check_engine_adapters(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         refuse(policy, cluster)
 
 
+def adapter_slot_bytes(settings: EngineSettings) -> float:
+    """Return the bytes that a rank of an engine reserves for adapters, however many there are."""
+    path = engine_kind(settings.backend).slot_bytes
+    if path is None:
+        return 0.0
+    named = f"{path} of policy.generation.backend"
+    found: float = import_dotted(path, ConfigError, named, "It is part of nemo_rl.")(settings)
+    return found
+
+
 def _check_router_replay(policy: PolicyConfig) -> None:
     """Refuse router replay if the engine does not report experts or the model has none."""
     if not policy.router_replay.enabled:

@@ -69,6 +69,9 @@ class EngineKind:
     """Whether the engine computes adapters (`EngineSettings.holds_adapters`, `EngineSettings.lora`)."""
     check_adapters: str | None = None
     """Dotted path of a function like `check`, which refuses adapters that the engine cannot compute."""
+    slot_bytes: str | None = None
+    """Dotted path of a function from `EngineSettings` to the bytes that a rank reserves for adapters. None reserves
+    nothing."""
     arguments: Callable[[PolicyConfig], dict[str, Any]] = _own_arguments
     """Function from the section `policy` to further arguments of the engine (`EngineSettings.engine_kwargs`)."""
     drops_weights: Callable[[GenerationConfig], bool] = lambda generation: False
@@ -92,6 +95,7 @@ ENGINES = {
         speculates=True,
         has_adapters=True,
         check_adapters="nemo_rl.models.generation.vllm.adapters.check.check_adapters",
+        slot_bytes="nemo_rl.models.generation.vllm.adapters.check.slot_bytes",
         arguments=vllm_arguments,
         drops_weights=lambda generation: generation.vllm_cfg.sleep_level == 2,
     ),

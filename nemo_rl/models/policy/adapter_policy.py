@@ -21,7 +21,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.workers.builder import plan_places
 from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors
-from nemo_rl.models.adapters.training import UpdateParams
+from nemo_rl.models.adapters.training import AdamParams
 from nemo_rl.models.policy.batching import ShardedBatch, shard_batch, training_strategy
 from nemo_rl.models.policy.lm_policy import rank_environment
 from nemo_rl.models.policy.rank_calls import RankCalls
@@ -126,7 +126,7 @@ class AdapterPolicy:
         parts = [_accepted([part]) for part in self._ranks.with_rows("run_pass", sharded, **call)]
         return sum(part.loss for part in parts), sharded.restore([part.logprobs for part in parts])
 
-    def update(self, adapter: str, params: UpdateParams) -> float:
+    def update(self, adapter: str, params: AdamParams) -> float:
         """Make an AdamW update, and return the norm of the gradient before clipping."""
         norm: float = _accepted(self._everywhere("update_adapter", name=adapter, params=params))
         return norm

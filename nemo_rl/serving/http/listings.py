@@ -23,11 +23,13 @@ from nemo_rl.serving.limits import RefusedError
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.checkpoints import KINDS, CheckpointPath, CheckpointRecord, checked_name
 from nemo_rl.serving.store.sessions import ClientSession
+from nemo_rl.serving.store.storage import storing
 from nemo_rl.serving.store.tenants import Tenant
 from nemo_rl.serving.wire.bodies import SearchBody, TtlBody, WeightsInfoBody, read_body
 
 _LINK_S = 3600
 _MOST_LISTED = 1000
+_SECRET_BYTES = 32
 _RUN, _CHECKPOINT = "training_runs/{run}", "training_runs/{run}/checkpoints/{kind}/{name}"
 
 
@@ -218,9 +220,10 @@ def _secret_in(folder: Path) -> bytes:
     file = folder / "links.secret"
     if not file.exists():
         partial = folder / "links.secret.partial"
-        partial.write_bytes(secrets.token_bytes(32))
-        partial.chmod(0o600)
-        partial.rename(file)
+        with storing(folder, _SECRET_BYTES):
+            partial.write_bytes(secrets.token_bytes(_SECRET_BYTES))
+            partial.chmod(0o600)
+            partial.rename(file)
     return file.read_bytes()
 
 

@@ -102,7 +102,8 @@ def error_response(status: int, message: str) -> Response:
     headers = {"retry-after": "1"} if status == 429 else {"x-should-retry": "false"}
     if status in (401, 408, 413, 415):
         headers["connection"] = "close"  # the rest of such a request's body is not read
-    return JSONResponse({"error": message, "message": message, "category": "user"}, status, headers)
+    category = "user" if status < 500 else "server"
+    return JSONResponse({"error": message, "message": message, "category": category}, status, headers)
 
 
 def outcome_response(outcome: RequestOutcome) -> Response:

@@ -25,6 +25,7 @@ from nemo_rl.serving.limits import RefusedError
 from nemo_rl.serving.promises import Promise
 from nemo_rl.serving.service import Service
 from nemo_rl.serving.store.keys import KeyBook
+from nemo_rl.serving.store.storage import StorageError
 from nemo_rl.serving.wire.bodies import (
     CreateModelBody,
     CreateSamplerBody,
@@ -113,6 +114,9 @@ class TrainingRoutes:
                 return error_response(error.status, error.message)
             except RequestError as error:
                 return error_response(400, str(error))
+            except StorageError as error:
+                self._service.trainer.storage.tell(error)
+                return error_response(507, str(error))
 
         return Route(f"/api/v1/{path}", handle, methods=list(methods))
 
@@ -218,7 +222,8 @@ class TrainingRoutes:
         outcome = await promise.wait(self._service.config.poll_hold_s)
         if outcome is None:
             why = self._service.why_waiting(given.request_id)
-            waits = {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
+            state = "paused_capacity" if self._service.waits_for_space(given.request_id) else "active"
+            waits = {"type": "try_again", "request_id": given.request_id, "queue_state": state}
             return JSONResponse({**waits, "queue_state_reason": why}, 408)
         if given.allow_metadata_only and len(outcome.content) > _LARGEST_INLINE:
             return JSONResponse({"status": "complete_metadata", "response_payload_size": len(outcome.content)})

@@ -17,6 +17,7 @@ from typing import Any
 
 from nemo_rl.serving.interfaces import RequestError
 from nemo_rl.serving.store.journal import read_json_file, size_of, write_json
+from nemo_rl.serving.store.storage import StorageError, storing
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """Name of each kind in paths, and its type in lists."""
@@ -56,7 +57,7 @@ class CheckpointRecord:
     base_model: str
     """Name of the base model, as the client wrote it."""
     spec: dict[str, Any]
-    """Fields of `AdapterSpec`."""
+    """Fields of `AdapterShape`."""
     created_at: float
     """Time in seconds since 1970."""
     expires_at: float | None = None
@@ -117,15 +118,24 @@ class CheckpointStore:
     def new_folder(self, path: CheckpointPath, seq_id: int) -> Path:
         """Return a folder that does not exist, in which the files of a checkpoint may be written."""
         place = self._place(path)
-        place.mkdir(parents=True, exist_ok=True)
+        with storing(place):
+            place.mkdir(parents=True, exist_ok=True)
         folder = place / f"data-{seq_id}"
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
     def add(self, record: CheckpointRecord, folder: Path) -> CheckpointRecord:
-        """Make a folder with files the checkpoint of its name, and remove the one that it replaces."""
+        """Make a folder with files the checkpoint of its name, and remove the one that it replaces.
+
+        Raises:
+            StorageError: the record cannot be written. The folder is removed.
+        """
         whole = CheckpointRecord(**{**asdict(record), "data": folder.name, "size_bytes": size_of(folder)})
-        write_json(folder.parent / "checkpoint.json", asdict(whole))
+        try:
+            write_json(folder.parent / "checkpoint.json", asdict(whole))
+        except StorageError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._known[whole.path] = whole
         _remove_others(folder.parent, folder.name)
         return whole

@@ -4,12 +4,14 @@ Invariant: `append` returns when the line is with the operating system, so it su
 that was cut off is removed by the next `read`.
 """
 
+import errno
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.serving.store.storage import storing
 from nemo_rl.utils.errors import CheckpointError
 
 
@@ -24,17 +26,22 @@ class Journal:
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a record."""
+        """Add a record.
+
+        Raises:
+            StorageError: the record cannot be written. The file is as before.
+        """
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            written = os.write(descriptor, line)
-            if written != len(line):
-                # Only a full disk writes a part, which must not become the beginning of the next line.
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
-                raise OSError(f"{self.path}: the disk is full")
-        finally:
-            os.close(descriptor)
+        with storing(self.path.parent, len(line)):
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                written = os.write(descriptor, line)
+                if written != len(line):
+                    # Only a full disk writes a part, which must not become the beginning of the next line.
+                    os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(descriptor)
 
     def read(self) -> list[dict[str, Any]]:
         """Return all records, and remove an unfinished last line.
@@ -59,13 +66,21 @@ class Journal:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file by a JSON object, so that a killed process leaves the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    """Replace a file by a JSON object, so that a killed process leaves the old file or the new one.
+
+    Raises:
+        StorageError: the object cannot be written. The file is as before.
+    """
+    text, partial = json.dumps(content), path.with_name(path.name + ".partial")
+    with storing(path.parent, len(text)):
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -89,14 +104,19 @@ def size_of(folder: Path) -> int:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Make a folder with the files of another one, without copying them where the file system can link them."""
-    target.mkdir(parents=True)
-    for path in sorted(source.rglob("*")):
-        copy = target / path.relative_to(source)
-        if path.is_dir():
-            copy.mkdir(exist_ok=True)
-            continue
-        try:
-            os.link(path, copy)
-        except OSError:
-            copy.write_bytes(path.read_bytes())
+    """Make a folder with the files of another one, without copying them where the file system can link them.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    with storing(target, size_of(source)):
+        target.mkdir(parents=True)
+        for path in sorted(source.rglob("*")):
+            copy = target / path.relative_to(source)
+            if path.is_dir():
+                copy.mkdir(exist_ok=True)
+                continue
+            try:
+                os.link(path, copy)
+            except OSError:
+                copy.write_bytes(path.read_bytes())

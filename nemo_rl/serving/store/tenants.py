@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.files.writing import write_atomically
-from nemo_rl.serving.interfaces import AdapterSpec
+from nemo_rl.models.adapters.tensors import AdapterShape
 from nemo_rl.serving.store.journal import Journal, read_json_file, write_json
+from nemo_rl.serving.store.storage import store_bytes, storing
 
 CHANGES_STATE = ("forward_backward", "optim_step")
 """Kinds of commands that are executed again to continue from a stored state."""
@@ -59,7 +59,7 @@ class TenantDetails:
     created_at: float
     """Time of its creation in seconds since 1970."""
     spec: dict[str, Any]
-    """Fields of its `AdapterSpec`."""
+    """Fields of its `AdapterShape`."""
     user_metadata: dict[str, Any] | None = None
     """Data of the user."""
 
@@ -77,7 +77,7 @@ class Tenant:
     """Folder of its files."""
     details: TenantDetails
     """Properties that never change."""
-    spec: AdapterSpec = field(init=False)
+    spec: AdapterShape = field(init=False)
     """Form of its adapter. A load of other weights changes it."""
     commands: dict[int, Command] = field(default_factory=dict, init=False)
     """Accepted commands by number."""
@@ -100,7 +100,7 @@ class Tenant:
     """Commands without results by number."""
 
     def __post_init__(self) -> None:
-        self.spec = AdapterSpec(**self.details.spec)
+        self.spec = AdapterShape(**self.details.spec)
 
     @property
     def id(self) -> str:
@@ -128,8 +128,12 @@ class Tenant:
         return self.next_command is not None
 
     def accept(self, command: Command, body: bytes) -> None:
-        """Store a command."""
-        write_atomically(self._body(command.seq_id), body)
+        """Store a command.
+
+        Raises:
+            StorageError: it cannot be stored, and is not accepted.
+        """
+        store_bytes(self._body(command.seq_id), body)
         command.num_bytes = len(body)
         line = {"seq": command.seq_id, "kind": command.kind, "digest": command.digest, "bytes": len(body)}
         self._journal.append(line)
@@ -140,8 +144,12 @@ class Tenant:
         return self._body(command.seq_id).read_bytes()
 
     def complete(self, command: Command, result: bytes, *, has_failed: bool) -> None:
-        """Store the result of the command whose turn it is."""
-        write_atomically(self._result(command.seq_id), result)
+        """Store the result of the command whose turn it is.
+
+        Raises:
+            StorageError: it cannot be stored. The call may be repeated.
+        """
+        store_bytes(self._result(command.seq_id), result)
         self._journal.append({"done": command.seq_id, "failed": has_failed})
         self._note_done(command.seq_id, has_failed)
         if not self.needs_again(command):
@@ -184,10 +192,18 @@ class Tenant:
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
-    def note_state(self, seq_id: int) -> None:
-        """Make the folder `state-<seq_id>` the stored state, and remove what it makes superfluous."""
-        write_json(self.folder / "state.json", {"seq": seq_id, "spec": asdict(self.spec)})
-        self.state_seq, self.steps_since_state = seq_id, 0
+    def note_state(self, seq_id: int, spec: AdapterShape) -> None:
+        """Make the folder `state-<seq_id>` the stored state, and remove what it makes superfluous.
+
+        Args:
+            seq_id: number of the last command that the state contains.
+            spec: form of its adapter.
+
+        Raises:
+            StorageError: the older state stays.
+        """
+        write_json(self.folder / "state.json", {"seq": seq_id, "spec": asdict(spec)})
+        self.spec, self.state_seq, self.steps_since_state = spec, seq_id, 0
         self._remove_superfluous()
 
     def remove_files(self) -> None:
@@ -242,7 +258,7 @@ class Tenant:
             self.commands[command.seq_id] = self._waiting[command.seq_id] = command
         if (self.folder / "state.json").exists():
             state = read_json_file(self.folder / "state.json")
-            self.state_seq, self.spec = state["seq"], AdapterSpec(**state["spec"])
+            self.state_seq, self.spec = state["seq"], AdapterShape(**state["spec"])
         self._remove_superfluous()
 
 
@@ -265,8 +281,9 @@ class TenantStore:
     def create(self, details: TenantDetails) -> Tenant:
         """Make a model without commands."""
         folder = self._folder / details.id.replace(":", "-")
-        for part in ("bodies", "results"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
+        with storing(folder):
+            for part in ("bodies", "results"):
+                (folder / part).mkdir(parents=True, exist_ok=True)
         write_json(folder / "model.json", asdict(details))
         tenant = Tenant(folder, details)
         self._tenants[tenant.id] = tenant

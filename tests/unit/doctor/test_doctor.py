@@ -19,7 +19,7 @@ from nemo_rl.commands.doctor.checks import Finding, skipped
 from nemo_rl.commands.doctor.nodes import NODE_CHECKS
 from nemo_rl.commands.doctor.run import run_checks
 from nemo_rl.config import load_config
-from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
+from nemo_rl.config.loading.algorithms import PROGRAMS, algorithm_of
 from nemo_rl.launch.checks import Request
 from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.utils.errors import ConfigError
@@ -298,7 +298,7 @@ def test_a_file_without_a_known_algorithm_is_refused(tmp_path: Path, content: st
 
 
 def test_the_algorithms_of_the_command_line_have_schemas() -> None:
-    assert tuple(ALGORITHMS) == command.ALGORITHMS
+    assert tuple(PROGRAMS) == command.ALGORITHMS
 
 
 @pytest.mark.parametrize(
@@ -316,6 +316,38 @@ def test_every_algorithm_is_examined(config: str, capsys: pytest.CaptureFixture[
     assert (status, failed(lines)) == (0, [])
     assert lines["data"]["status"] == lines["model"]["status"] == "ok"
     assert lines["memory"]["status"] == ("skipped" if "eval" in config else "ok")
+
+
+def examined_service(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, Lines]:
+    status = main(["doctor", "--config", str(QUICK_START.parent / "serve_cpu.yaml"), "--json", *overrides])
+    return status, {line["check"]: line for line in json.loads(capsys.readouterr().out)["findings"]}
+
+
+def test_a_service_is_examined_by_the_checks_of_its_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, lines = examined_service(capsys, "service.port=0", f"service.state_dir={tmp_path}/state")
+    assert (status, failed(lines)) == (0, [])
+    names = ["devices", "packages", "ray", "model", "users", "folder", "adapters", "memory", "address"]
+    assert list(lines)[-len(names) :] == names
+    assert re.search(r"policy: 0\.\d+ GiB at most; generation: 0\.\d+ GiB at most", lines["memory"]["found"])
+    assert not (tmp_path / "state").exists()
+    folder = f"service.state_dir={tmp_path}/state"
+    wrong = [
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "service.keys_file=none.txt",
+        "policy.train_micro_batch_size=1",
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        status, lines = examined_service(capsys, f"service.port={other.getsockname()[1]}", folder, *wrong)
+    assert (status, failed(lines)) == (1, ["users", "adapters", "address"])
+    assert lines["memory"]["status"] == "skipped", "it needs the adapters"
+    assert "none.txt cannot be read" in lines["users"]["found"]
+
+
+def test_a_service_with_too_many_adapters_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own = ["service.port=0", f"service.state_dir={tmp_path}/state", "service.max_resident_models=1000000"]
+    status, lines = examined_service(capsys, *own)
+    assert (status, failed(lines)) == (1, ["memory"])
+    assert "(service.max_resident_models, " in lines["memory"]["found"]
 
 
 def test_the_console_script_runs_this_doctor() -> None:

@@ -6,16 +6,17 @@ Gradients and updates are computed by hand in float64.
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
+from nemo_rl.models.adapters.tensors import AdapterShape
+from nemo_rl.models.adapters.training import AdamParams
 from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams, VersionSpan
 from nemo_rl.serving.interfaces import (
-    AdamParams,
-    AdapterSpec,
     LossSpec,
     ModelLimits,
     PassResult,
@@ -32,7 +33,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 class Adapter:
-    def __init__(self, spec: AdapterSpec, vocab: int) -> None:
+    def __init__(self, spec: AdapterShape, vocab: int) -> None:
         self.spec = spec
         rng = np.random.default_rng(spec.seed)
         self.a = rng.normal(size=(spec.rank, vocab))
@@ -79,7 +80,7 @@ class FakeModels:
         self.used.add(name)
         self.adapters[name] = adapter
 
-    async def create(self, adapter: str, spec: AdapterSpec) -> None:
+    async def create(self, adapter: str, spec: AdapterShape) -> None:
         await self._work("create", adapter)
         self._new(adapter, Adapter(spec, self.limits.vocab_size))
 
@@ -144,16 +145,20 @@ class FakeModels:
 
     @staticmethod
     def _write(own: Adapter, folder: Path, with_optimizer: bool) -> None:
-        folder.mkdir()
-        (folder / "adapter_config.json").write_text(json.dumps(asdict(own.spec)))
-        np.savez(folder / "adapter.npz", a=own.a, b=own.b)
-        if with_optimizer:
-            moments = {f"m{number}": value for number, value in enumerate([*own.means, *own.squares])}
-            np.savez(folder / "optimizer.npz", steps=own.steps, **moments)
+        try:
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text(json.dumps(asdict(own.spec)))
+            np.savez(folder / "adapter.npz", a=own.a, b=own.b)
+            if with_optimizer:
+                moments = {f"m{number}": value for number, value in enumerate([*own.means, *own.squares])}
+                np.savez(folder / "optimizer.npz", steps=own.steps, **moments)
+        except OSError as error:  # as the ranks refuse
+            shutil.rmtree(folder, ignore_errors=True)
+            raise RequestError(f"{folder} cannot be written: {error}") from error
 
     @staticmethod
     def _read(folder: Path, vocab: int, with_optimizer: bool) -> Adapter:
-        own = Adapter(AdapterSpec(**json.loads((folder / "adapter_config.json").read_text())), vocab)
+        own = Adapter(AdapterShape(**json.loads((folder / "adapter_config.json").read_text())), vocab)
         stored = np.load(folder / "adapter.npz")
         own.a, own.b = stored["a"], stored["b"]
         if with_optimizer:
@@ -162,7 +167,7 @@ class FakeModels:
             own.means, own.squares = [moments["m0"], moments["m1"]], [moments["m2"], moments["m3"]]
         return own
 
-    async def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> AdapterSpec:
+    async def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> AdapterShape:
         await self._work("load", adapter)
         own = self._read(folder, self.limits.vocab_size, with_optimizer)
         self._new(adapter, own)

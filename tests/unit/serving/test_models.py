@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.models.adapters.tensors import AdapterShape
+from nemo_rl.models.adapters.training import AdamParams
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.serving.interfaces import (
-    AdamParams,
-    AdapterSpec,
     LossSpec,
     RequestError,
     ScoreRequest,
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ray
 
 BASE = str(Path(__file__).parents[3] / "examples/assets/tiny-chat")
 CLUSTER = ClusterConfig.build(device="cpu", gpus_per_node=0)
-SPEC = AdapterSpec(rank=4, seed=1)
+SPEC = AdapterShape(rank=4, seed=1)
 CE, IS = LossSpec("cross_entropy"), LossSpec("importance_sampling")
 TOKENS = SamplingParams(max_new_tokens=12)
 PROMPT = [256, 40, 41, 42, 43, 44]
@@ -111,7 +111,7 @@ def test_the_first_pass_is_that_of_transformers(models, loop):
 
 async def tenant(models: ServedModels, name: str, seed: int, folder: Path) -> list[Any]:
     """Train, sample and save as one tenant does, and return everything that it sees."""
-    spec = AdapterSpec(rank=2 + seed, seed=seed, train_mlp=seed != 1, train_unembed=seed != 2)
+    spec = AdapterShape(rank=2 + seed, seed=seed, train_mlp=seed != 1, train_unembed=seed != 2)
     seen: list[Any] = []
     await models.create(name, spec)
     for step in range(4):
@@ -290,8 +290,8 @@ def test_requests_that_cannot_be_served_change_nothing(models, loop, tmp_path):
             (AdamParams(learning_rate=1e39), "would make values infinite"),
         ):
             await refused(models.update("tried", params), message)
-        await refused(models.create("other", AdapterSpec(rank=0)), "rank=0")
-        none = AdapterSpec(train_attn=False, train_mlp=False, train_unembed=False)
+        await refused(models.create("other", AdapterShape(rank=0)), "rank=0")
+        none = AdapterShape(train_attn=False, train_mlp=False, train_unembed=False)
         await refused(models.create("other", none), "some layers")
         await refused(models.load("other", tmp_path / "none", with_optimizer=False), "no adapter that can be read")
         await refused(models.load_sampler("other", tmp_path / "none"), "no adapter that can be read")

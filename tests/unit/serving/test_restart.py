@@ -217,7 +217,7 @@ def test_a_killed_process(tmp_path):
 
 
 def test_two_services_do_not_share_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(state, "_LOCK_S", 0.3)
+    monkeypatch.setattr(state, "LOCK_S", 0.3)
     with subprocess.Popen(
         [sys.executable, "-c", _LOCK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

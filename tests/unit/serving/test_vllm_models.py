@@ -12,8 +12,9 @@ import torch
 from test_models import BASE, CE, CLUSTER, PROMPT, TOKENS, datum, hf_logprobs, policy
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.adapters.tensors import AdapterTensors
-from nemo_rl.serving.interfaces import AdamParams, AdapterSpec, ScoreRequest
+from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors
+from nemo_rl.models.adapters.training import AdamParams
+from nemo_rl.serving.interfaces import ScoreRequest
 from nemo_rl.serving.models import ServedModels, check_served, open_models
 from nemo_rl.utils.errors import ConfigError
 
@@ -46,7 +47,7 @@ def models(local_ray: object, loop: asyncio.Runner) -> Iterator[ServedModels]:
 
 async def train(models: ServedModels) -> None:
     for number, name in enumerate(NAMES):
-        spec = AdapterSpec(rank=2 + number, seed=number, train_mlp=number != 1, train_unembed=number != 2)
+        spec = AdapterShape(rank=2 + number, seed=number, train_mlp=number != 1, train_unembed=number != 2)
         await models.create(name, spec)
         for step in range(3):
             await models.run_pass(name, [datum(10 * number + step, 12)], CE, backward=True)

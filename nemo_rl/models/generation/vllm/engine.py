@@ -104,7 +104,7 @@ class VllmEngine(SteppedEngine):
         self._scoring = ResponseScoring()
         self.batch_invariant = settings.zero_mismatch or (settings.device != "cpu" and envs.VLLM_BATCH_INVARIANT)
         """Whether answers do not depend on other requests (`Engine`)."""
-        adapted = adapted_layers(settings)
+        adapted = list(adapted_layers(settings))
         with described(settings.draft) as draft_folder:
             self._build(settings, engine_arguments(settings, draft_folder, adapted))
         require_layers(self._engine, adapted)

@@ -31,7 +31,7 @@ from nemo_rl.models.adapters.files import (
 )
 from nemo_rl.models.adapters.slots import AdapterSlots
 from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors, new_adapter
-from nemo_rl.models.adapters.training import TrainedAdapter, UpdateParams
+from nemo_rl.models.adapters.training import AdamParams, TrainedAdapter
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.policy.workers.rank import PolicyRank, PolicyWorker
@@ -139,7 +139,7 @@ class AdapterWorker(PolicyWorker):
         trained.add_gradients(gradients)
         return part
 
-    def update_adapter(self, name: str, params: UpdateParams) -> float | Refusal:
+    def update_adapter(self, name: str, params: AdamParams) -> float | Refusal:
         """Make an update, and return the norm of the gradient before clipping."""
         try:
             return self._trained[name].update(params)

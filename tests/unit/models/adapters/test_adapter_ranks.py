@@ -20,12 +20,12 @@ from policy_helpers import process_group, run_ranks, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.models.adapters.tensors import AdapterShape
-from nemo_rl.models.adapters.training import UpdateParams
+from nemo_rl.models.adapters.training import AdamParams
 from nemo_rl.models.policy.workers.adapter_rank import LOSS_INPUTS, NamedLoss, Refusal
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40}}
 BFLOAT16 = {"precision": "bfloat16"}
-UPDATE = UpdateParams(1e-2, (0.9, 0.95), 1e-12, 0.0, 0.0)
+UPDATE = AdamParams(1e-2)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3"])
@@ -80,15 +80,15 @@ def test_values_and_gradients_are_those_of_peft(base, group, tmp_path, values, k
         assert (gradient.double() - theirs[peft_name]).abs().max() <= 1e-5 * scale, name
 
 
-@pytest.mark.parametrize("settings", [{"shape": AdapterShape(2, 4.0, mlp=False, unembed=False)}, {}])
+@pytest.mark.parametrize("settings", [{"shape": AdapterShape(2, 4.0, train_mlp=False, train_unembed=False)}, {}])
 def test_groups_of_layers(base, group, settings):
     worker = make_worker(base)
-    shape = settings.get("shape", AdapterShape(2, 4.0, attn=False))
+    shape = settings.get("shape", AdapterShape(2, 4.0, train_attn=False))
     worker.create_adapter("a", shape)
     names = {name.rpartition(".lora_")[0] for name in worker._trained["a"].tensors.parameters()}
     kinds = {name.rpartition(".")[2] for name in names}
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert kinds == (attention if shape.attn else {"gate_proj", "up_proj", "down_proj", "lm_head"})
+    assert kinds == (attention if shape.train_attn else {"gate_proj", "up_proj", "down_proj", "lm_head"})
 
 
 def test_a_tied_head_changes_the_output_only(group, tmp_path):
@@ -96,7 +96,7 @@ def test_a_tied_head_changes_the_output_only(group, tmp_path):
     worker = make_worker(base)
     hf = worker.backend.model.hf
     assert hf.lm_head.weight is hf.model.embed_tokens.weight
-    worker.create_adapter("a", AdapterShape(4, 4.0, attn=False, mlp=False))
+    worker.create_adapter("a", AdapterShape(4, 4.0, train_attn=False, train_mlp=False))
     randomize(worker, "a")
     hidden = []
     handle = hf.model.register_forward_hook(lambda module, args, out: hidden.append(out.last_hidden_state))
@@ -118,7 +118,7 @@ def test_updates_are_those_of_adamw(base, group):
     optimizer = torch.optim.AdamW(reference.values())
     generator = torch.Generator().manual_seed(1)
     for step in range(50):
-        params = UpdateParams(1e-3 * (1 + step % 3), (0.9, 0.95), 1e-12, 0.1 * (step % 2), 0.1 * (step % 4 == 1))
+        params = AdamParams(1e-3 * (1 + step % 3), 0.9, 0.95, 1e-12, 0.1 * (step % 2), 0.1 * (step % 4 == 1))
         draws = {name: torch.randn(value.shape, generator=generator) for name, value in reference.items()}
         if step % 10 == 9:
             draws = {name: torch.zeros_like(draw) for name, draw in draws.items()}
@@ -127,9 +127,9 @@ def test_updates_are_those_of_adamw(base, group):
                 trained.add_gradients({name: half * draw for name, draw in draws.items()})
         for name, value in reference.items():
             value.grad = draws[name].double()
-        norm = torch.nn.utils.clip_grad_norm_(reference.values(), params.max_norm or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(reference.values(), params.grad_clip_norm or math.inf)
         for group_ in optimizer.param_groups:
-            group_ |= {"lr": params.learning_rate, "betas": params.betas, "eps": 1e-12}
+            group_ |= {"lr": params.learning_rate, "betas": (params.beta1, params.beta2), "eps": 1e-12}
             group_["weight_decay"] = params.weight_decay
         optimizer.step()
         assert worker.update_adapter("a", params) == pytest.approx(norm.item(), rel=1e-5)

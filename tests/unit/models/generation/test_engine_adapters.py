@@ -36,7 +36,7 @@ def adapters() -> dict[str, AdapterTensors]:
     sizes = {name: tuple(model.get_submodule(name).weight.shape) for name in [*linear_names(model), "lm_head"]}
     made = {}
     for seed, name in enumerate(NAMES):
-        shape = AdapterShape(rank=2 + seed, alpha=8.0, mlp=seed == 0)
+        shape = AdapterShape(rank=2 + seed, alpha=8.0, train_mlp=seed == 0)
         empty = new_adapter(shape, sizes, "lm_head", torch.device("cpu"))
         generator = torch.Generator().manual_seed(seed)
         drawn = {key: torch.randn(t.shape, generator=generator) * 0.2 for key, t in empty.parameters().items()}

@@ -5,18 +5,14 @@ vocabulary `vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA`. Invarian
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
-
-import torch
-from transformers import PreTrainedModel
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.config.rules.engines import ENGINE_SIZES
 from nemo_rl.models.adapters.lora_linear import SECTION
-from nemo_rl.models.adapters.slots import linear_names, slot_names
+from nemo_rl.models.adapters.slots import slot_sizes
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.huggingface.load import auto_class, load_model_config, reads_more_than_text
+from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text, torch_dtype
 from nemo_rl.models.huggingface.recurrent import has_states
 from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.training.low_rank import select_modules
@@ -87,18 +83,27 @@ def slot_rank(rank: int, key: str = "The rank") -> int:
     raise ConfigError(f"{key}={rank} is more than vLLM's largest rank of {SLOT_RANKS[-1]}. Lower it, or use engine hf.")
 
 
-def adapted_layers(settings: EngineSettings) -> list[str]:
-    """Return the names of the layers that adapters of an engine may have, in the Hugging Face model."""
-    if settings.lora is not None:
-        return select_modules(linear_names(_without_memory(settings)), settings.lora, SECTION)
-    return slot_names(_without_memory(settings)) if settings.holds_adapters else []
+def adapted_layers(settings: EngineSettings) -> dict[str, int]:
+    """Return the layers that adapters of an engine may have, with their numbers of inputs and outputs together."""
+    if settings.lora is None and not settings.holds_adapters:
+        return {}
+    model = load_model_config(settings.model_name, settings.hf_overrides)
+    sizes = slot_sizes(model, with_head=settings.lora is None)
+    names = list(sizes) if settings.lora is None else select_modules(list(sizes), settings.lora, SECTION)
+    return {name: sizes[name] for name in names}
 
 
-def _without_memory(settings: EngineSettings) -> PreTrainedModel:
-    config = deepcopy(load_model_config(settings.model_name, settings.hf_overrides))
-    with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(config)
-    return model
+def slot_bytes(settings: EngineSettings) -> float:
+    """Return the bytes of the slots on a rank (`registry.EngineKind.slot_bytes`).
+
+    A slot has both matrices of each layer with the largest rank, also while it is empty.
+    """
+    layers = adapted_layers(settings)
+    given = adapter_arguments(settings, list(layers)) | settings.engine_kwargs
+    if not layers:
+        return 0.0
+    numbers = given["max_loras"] * given["max_lora_rank"] * sum(layers.values())
+    return float(numbers * torch_dtype(settings.precision).itemsize) / settings.tensor_parallel_size
 
 
 def adapter_arguments(settings: EngineSettings, layers: Sequence[str]) -> dict[str, Any]:

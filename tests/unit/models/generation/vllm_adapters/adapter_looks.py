@@ -40,6 +40,17 @@ def held_in_worker(engine: Any) -> int:
     return len(manager_of(engine).list_adapters())
 
 
+def bytes_of_slots(engine: Any) -> int:
+    """Return the size of the matrices of all slots in vLLM's worker."""
+    stacked = [
+        matrix
+        for layer in manager_of(engine).modules.values()
+        for side in (layer.lora_a_stacked, layer.lora_b_stacked)
+        for matrix in (side if isinstance(side, tuple) else (side,))
+    ]
+    return sum(matrix.nbytes for matrix in stacked)
+
+
 def answer_after_drop(engine: Any, request: GenerationRequest) -> tuple[list[int], list[int]]:
     """Drop the adapter of a request after its first steps.
 

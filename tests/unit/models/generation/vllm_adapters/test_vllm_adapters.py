@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from adapter_looks import (
     add,
     answer_after_drop,
+    bytes_of_slots,
     drop,
     held_in_worker,
     interrupted,
@@ -35,6 +37,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.models.adapters.slots import slot_names
 from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors, new_adapter
+from nemo_rl.models.generation.factory import adapter_slot_bytes
 from nemo_rl.models.generation.interfaces import GenerationRequest, Grammar
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.lanes import Lane
@@ -54,8 +57,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 SHAPES = {
     "a": AdapterShape(rank=2, alpha=8.0),
-    "b": AdapterShape(rank=3, alpha=8.0, mlp=False),
-    "c": AdapterShape(rank=9, alpha=4.0, unembed=False),
+    "b": AdapterShape(rank=3, alpha=8.0, train_mlp=False),
+    "c": AdapterShape(rank=9, alpha=4.0, train_unembed=False),
 }
 SLOTS = {"max_loras": 2}
 
@@ -183,6 +186,16 @@ def test_a_name_that_is_given_again_serves_the_new_adapter(engines: EngineProces
         assert result.token_ids.tolist() == greedy_reference(merged_with(MODELS["tied"](), adapter), prompt, 8)
     engines.look("tied", drop, "again")
     assert "no adapter 'again'" in engines.look("tied", refusal_of, with_adapter(prompt, "again"))
+
+
+@pytest.mark.parametrize(("name", "layers"), [("tied", {"holds_adapters": True}), ("tied sent", {"lora": LORA})])
+def test_slots_have_the_size_of_the_forecast(
+    name: str, layers: dict[str, Any], engines: EngineProcess, folders: dict[str, Path]
+) -> None:
+    """Two slots of rank 64, and the one slot of the sent adapter, are there before any adapter is."""
+    own = SLOTS if "holds_adapters" in layers else {}
+    settings = make_settings(folders["tied"], "vllm", load_weights=True, engine_kwargs=own, **layers)
+    assert engines.look(name, bytes_of_slots) == adapter_slot_bytes(settings) > 0
 
 
 def test_a_running_request_keeps_an_adapter_that_is_dropped(engines: EngineProcess) -> None:
