@@ -355,3 +355,17 @@ def test_findings_about_a_teacher_name_its_section() -> None:
 )
 def test_pipelines_without_an_auxiliary_loss_are_accepted(fields: dict[str, Any], sizes: dict[str, Any]) -> None:
     assert findings(model_config("qwen3_moe", **fields), 2, **sizes) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "advice"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=false"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention=null"),
+        ("llama", {"is_causal": False}, "is_causal=true"),
+    ],
+)
+def test_models_whose_tokens_see_later_ones_are_refused(model_type, fields, advice) -> None:
+    (told,) = findings(model_config(model_type, **fields), 1)
+    assert f"attend to later tokens ({next(iter(fields))}=" in told and f"policy.hf_config_overrides.{advice}" in told
+    assert not findings(model_config("gemma4_text", use_bidirectional_attention="vision"), 1)
