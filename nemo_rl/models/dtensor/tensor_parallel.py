@@ -120,14 +120,10 @@ def divide_layers(
     Raises:
         ConfigError: a size is not a multiple of the number of ranks, or a divided module is in no block.
     """
-    token_blocks = _blocks(hf, experts) if dispatched else []
-    styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
-    recurrent = {name: mixer for name, mixer in find_mixers(hf).items() if f"{name}.{mixer.out}" in styles}
-    blocks = _blocks(hf, [*styles, *(() if dispatched else experts)], recurrent)
-    _refuse_strays(hf, styles, blocks)
-    if recurrent:
+    found = _Division.of(hf, plan, experts, dispatched=dispatched)
+    styles, blocks, token_blocks = found.styles, found.blocks, found.token_blocks
+    if found.recurrent:
         compute_unfused(hf)
-    styles |= shared_experts(hf, blocks, [*styles, *experts])
     outputs = [name for name, style in styles.items() if style.how == "output"]
     mixers = _mixers(hf, [*blocks, *token_blocks]) if tensor.sequence_parallel else []
     divided = _Divided(hf)
@@ -142,19 +138,7 @@ def divide_layers(
         if views and is_used_by_weight(name, module):
             owner: Any = hf.get_submodule(name.rpartition(".")[0])
             owner.forward = partial(_run_locally, owner.forward, module, views)
-    for name in blocks:
-        block: Any = hf.get_submodule(name)
-        fused = any(style.fused for below, style in styles.items() if _within(below, [name]))
-        if name in recurrent:
-            _keep_own_heads(block, recurrent[name], tensor.mesh)
-        elif fused and hasattr(block, "config"):
-            _count_own_heads(block, tensor.mesh.size())
-        of_output = [each for each in outputs if _within(each, [name])]
-        leave = _unchanged if of_output else tensor.leave
-        block.forward = partial(_run_between, block.forward, tensor.enter, leave)
-        for each in of_output:
-            norm: Any = hf.get_submodule(each)
-            norm.forward = partial(_run_between, norm.forward, tensor.leave, _unchanged)
+    _wrap_blocks(hf, found, outputs, tensor)
     for name in mixers:  # every rank computes all tokens and keeps its own
         mixer: Any = hf.get_submodule(name)
         mixer.forward = partial(_run_between, mixer.forward, tensor.enter, tensor.own_tokens)
@@ -166,6 +150,69 @@ def divide_layers(
     text: Any = body(hf)
     if tensor.sequence_parallel and hasattr(text, _INPUTS_PER_LAYER):
         setattr(text, _INPUTS_PER_LAYER, partial(_project_own_tokens, getattr(text, _INPUTS_PER_LAYER), tensor))
+
+
+def _wrap_blocks(hf: PreTrainedModel, found: "_Division", outputs: Collection[str], tensor: TensorParallel) -> None:
+    """Make each block get its input from the residual stream, and add its output to it."""
+    for name in found.blocks:
+        block: Any = hf.get_submodule(name)
+        fused = any(style.fused for below, style in found.styles.items() if _within(below, [name]))
+        if name in found.recurrent:
+            _keep_own_heads(block, found.recurrent[name], tensor.mesh)
+        elif fused and hasattr(block, "config"):
+            _count_own_heads(block, tensor.mesh.size())
+        of_output = [each for each in outputs if _within(each, [name])]
+        leave = _unchanged if of_output else tensor.leave
+        block.forward = partial(_run_between, block.forward, tensor.enter, leave)
+        for each in of_output:
+            norm: Any = hf.get_submodule(each)
+            norm.forward = partial(_run_between, norm.forward, tensor.leave, _unchanged)
+
+
+@dataclass(frozen=True)
+class _Division:
+    """The parts of a model that a plan divides, by name."""
+
+    styles: dict[str, Style]
+    """Modules and parameters that ranks divide."""
+    recurrent: dict[str, Mixer]
+    """Recurrent layers that ranks divide."""
+    blocks: list[str]
+    """Blocks whose outputs ranks sum."""
+    token_blocks: list[str]
+    """Blocks with dispatched experts, whose tokens ranks divide."""
+
+    @classmethod
+    def of(cls, hf: PreTrainedModel, plan: Plan, experts: Collection[str], *, dispatched: bool) -> "_Division":
+        """Find the parts. The arguments are those of `divide_layers`."""
+        token_blocks = _blocks(hf, experts) if dispatched else []
+        styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
+        recurrent = {name: mixer for name, mixer in find_mixers(hf).items() if f"{name}.{mixer.out}" in styles}
+        blocks = _blocks(hf, [*styles, *(() if dispatched else experts)], recurrent)
+        _refuse_strays(hf, styles, blocks)
+        return cls(styles | shared_experts(hf, blocks, [*styles, *experts]), recurrent, blocks, token_blocks)
+
+
+def require_divisible(
+    hf: PreTrainedModel, plan: Plan, ranks: int, *, experts: Collection[str] = (), dispatched: bool = False
+) -> None:
+    """Check that ranks can divide every weight of a plan equally. Only shapes are read.
+
+    Args:
+        hf: the whole model, with or without weights.
+        plan: as in `divide_layers`, with `experts` and `dispatched`.
+        ranks: number of tensor-parallel ranks.
+
+    Raises:
+        ConfigError: a size is not a multiple of the number of ranks, or a divided module is in no block.
+    """
+    styles = _Division.of(hf, plan, experts, dispatched=dispatched).styles
+    for name, module in hf.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            own = styles.get(f"{name}.{parameter_name}", styles.get(name))
+            if not _within(name, experts):
+                place = _placement(own, parameter_name)
+                _require_divisible(f"{name}.{parameter_name}", parameter, place, own, ranks)
 
 
 class _Divided:
@@ -438,7 +485,8 @@ def _require_divisible(name: str, parameter: Tensor, placement: Placement, style
         if size % ranks:
             raise ConfigError(
                 f"{name} has {size} heads, outputs or inputs to divide, which is not a multiple of "
-                f"policy.dtensor_cfg.tensor_parallel_size={ranks}."
+                f"policy.dtensor_cfg.tensor_parallel_size={ranks}. The largest smaller size that divides them: "
+                f"{next(smaller for smaller in range(ranks - 1, 0, -1) if size % smaller == 0)}."
             )
 
 
