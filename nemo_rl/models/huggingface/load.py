@@ -292,7 +292,7 @@ def _unreadable(model_name: str, error: Exception) -> str:
             "docs/reference/model-support.md."
         )
     if is_refused(error):
-        return f"is of a type whose classes are in its own files: {error}\n{ADVICE}"
+        return f"is of a type whose classes are in its own files (auto_map in its config.json). {ADVICE}"
     has_config = (Path(model_name).expanduser() / "config.json").is_file()
     return f"has a config.json that cannot be read: {error}" if has_config else f"{_NO_CONFIG}: {error}"
 
