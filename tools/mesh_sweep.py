@@ -2,6 +2,7 @@
 
     python tools/mesh_sweep.py [--types llama,olmo] [--meshes tp2,pp2] [--part 1/4] [--rows packed] [--out FILE]
     python tools/mesh_sweep.py --variant SEED      # other sizes and options of each type (`parity.variants`)
+    python tools/mesh_sweep.py --named             # options of published models (`parity.families`)
 
 Every causal language model type of the installed transformers is built small, checked as a run checks it before Ray
 starts, and, if accepted, trained for one update by the training backend on real gloo ranks. The result is compared with
@@ -21,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from parity.compare import difference
 from parity.every_type import model_types, save_tiny_model
+from parity.families import FAMILIES
 from parity.quiet import be_quiet
 from parity.ranks import mesh_numbers, policy_config
 from parity.reference import Numbers, one_process
@@ -65,7 +67,8 @@ class Cell:
         result: `right`, `refused`, or a fault: `wrong`, `crashed`, `refused late`.
         told: the difference, or the message.
         check_s: seconds of the check.
-        seed: seed of a variant, or None for the usual sizes.
+        seed: seed of a drawn variant, or None for the usual sizes.
+        named: name of a variant of the type, or "".
     """
 
     model_type: str
@@ -75,10 +78,17 @@ class Cell:
     told: str
     check_s: float
     seed: int | None = None
+    named: str = ""
 
 
 def sweep(
-    model_type: str, meshes: list[str], *, packed: bool = False, judged: bool = True, seed: int | None = None
+    model_type: str,
+    meshes: list[str],
+    *,
+    packed: bool = False,
+    judged: bool = True,
+    seed: int | None = None,
+    named: str = "",
 ) -> Iterator[Cell]:
     """Yield the cells of one model type.
 
@@ -87,13 +97,14 @@ def sweep(
         meshes: keys of `MESHES`.
         packed: pack rows instead of padding them.
         judged: run accepted meshes; otherwise their result is `accepted`.
-        seed: of a variant (`parity.variants`); the usual sizes by default.
+        seed: of a drawn variant (`parity.variants`); the usual sizes by default.
+        named: name of a variant (`parity.families`).
 
     Raises:
         ValueError: no small model of the type can be built.
     """
     with tempfile.TemporaryDirectory(prefix="mesh-sweep-") as folder:
-        name = save_tiny_model(model_type, Path(folder) / "model", seed)
+        name = save_tiny_model(model_type, Path(folder) / "model", seed, named)
         judge = _Judge(name)
         rows = "packed" if packed else "padded"
         for mesh in meshes:
@@ -104,14 +115,14 @@ def sweep(
                 DTensorTraining().check(policy, ranks)
             except ConfigError as error:
                 told = str(error).replace(name, model_type)
-                yield Cell(model_type, mesh, rows, "refused", told, time.monotonic() - began, seed)
+                yield Cell(model_type, mesh, rows, "refused", told, time.monotonic() - began, seed, named)
                 continue
             except Exception as error:  # noqa: BLE001  (such faults are a result of the sweep)
-                yield Cell(model_type, mesh, rows, "crashed", repr(error), time.monotonic() - began, seed)
+                yield Cell(model_type, mesh, rows, "crashed", repr(error), time.monotonic() - began, seed, named)
                 continue
             check_s = time.monotonic() - began
             result = judge.result(asked, ranks, packed) if judged else ("accepted", "")
-            yield Cell(model_type, mesh, rows, *result, check_s, seed)
+            yield Cell(model_type, mesh, rows, *result, check_s, seed, named)
 
 
 class _Judge:
@@ -156,6 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", default="1/1", help="part of the types to run, for example 2/4")
     parser.add_argument("--rows", default="padded,packed", help="comma-separated; both by default")
     parser.add_argument("--variant", type=int, help="seed of other sizes and options")
+    parser.add_argument("--named", action="store_true", help="all named variants of the types that have some")
     parser.add_argument("--check-only", action="store_true", help="do not run what the check accepts")
     parser.add_argument("--out", type=Path, help="append one JSON object per line to this file")
     given = parser.parse_args(arguments)
@@ -166,10 +178,10 @@ def main(arguments: list[str] | None = None) -> int:
     counts = Counter(cell.result for cell in before.values())
     with tempfile.TemporaryDirectory(prefix="mesh-sweep-cache-") as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        for model_type in chosen:
-            for cell in _cells(model_type, given, before):
+        for model_type, named in _forms(chosen, named=given.named):
+            for cell in _cells(model_type, named, given, before):
                 counts[cell.result] += 1
-                place = f"{cell.model_type:24} {cell.mesh:8} {cell.rows:7}"
+                place = f"{cell.model_type:24} {cell.mesh:8} {cell.rows:7} {cell.named}"
                 print(f"{place} {cell.result:10} {cell.check_s:4.1f}s {cell.told[:400]}")
                 sys.stdout.flush()
                 if given.out:
@@ -179,31 +191,38 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if counts.keys() <= {*GOOD, "accepted", "not built"} else 1
 
 
-type _Key = tuple[str, str, str, int | None]
-"""Model type, mesh, rows and seed of a cell."""
+type _Key = tuple[str, str, str, int | None, str]
+"""Model type, mesh, rows, and seed and name of the variant of a cell."""
+
+
+def _forms(types: Sequence[str], *, named: bool) -> Iterator[tuple[str, str]]:
+    """Yield the types, each with "" or with the names of its variants."""
+    for model_type in types:
+        yield from ((model_type, name) for name in (FAMILIES.get(model_type, ()) if named else ("",)))
 
 
 def _stored(file: Path | None) -> dict[_Key, Cell]:
     if file is None or not file.exists():
         return {}
     cells = [Cell(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {(cell.model_type, cell.mesh, cell.rows, cell.seed): cell for cell in cells}
+    return {(cell.model_type, cell.mesh, cell.rows, cell.seed, cell.named): cell for cell in cells}
 
 
-def _cells(model_type: str, given: argparse.Namespace, before: Mapping[_Key, Cell]) -> Iterator[Cell]:
+def _cells(model_type: str, named: str, given: argparse.Namespace, before: Mapping[_Key, Cell]) -> Iterator[Cell]:
     seed = given.variant
-    if (model_type, "-", "-", seed) in before:
+    if (model_type, "-", "-", seed, named) in before:
         return
     for rows in given.rows.split(","):
-        meshes = [mesh for mesh in given.meshes.split(",") if (model_type, mesh, rows, seed) not in before]
+        meshes = [mesh for mesh in given.meshes.split(",") if (model_type, mesh, rows, seed, named) not in before]
         try:
             judged = not given.check_only
-            yield from sweep(model_type, meshes, packed=rows == "packed", judged=judged, seed=seed)
+            yield from sweep(model_type, meshes, packed=rows == "packed", judged=judged, seed=seed, named=named)
         except ValueError as error:
-            yield Cell(model_type, "-", "-", "not built", str(error), 0.0, seed)
+            yield Cell(model_type, "-", "-", "not built", str(error), 0.0, seed, named)
             return
         except Exception:  # noqa: BLE001  (one type does not end the sweep)
-            yield Cell(model_type, "-", rows, "crashed", traceback.format_exc().strip().splitlines()[-1], 0.0, seed)
+            told = traceback.format_exc().strip().splitlines()[-1]
+            yield Cell(model_type, "-", rows, "crashed", told, 0.0, seed, named)
 
 
 if __name__ == "__main__":

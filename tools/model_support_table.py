@@ -33,7 +33,7 @@ TRIALS = ROOT / "docs/reference/model-support.jsonl"
 MEGATRON_TRIALS = ROOT / "docs/reference/model-support-megatron.jsonl"
 """Results of `megatron_trials.py`: one line for each cell."""
 VARIANTS = ROOT / "docs/reference/model-support-variants.jsonl"
-"""Results of `mesh_sweep.py --variant`: one line for each cell."""
+"""Results of `mesh_sweep.py --variant` and `--named`: one line for each cell."""
 PARITY = ROOT / "docs/reference/parity.md"
 PARITY_MEGATRON = ROOT / "docs/reference/parity-megatron.md"
 YES, NONE = "yes", "–"
@@ -301,6 +301,24 @@ update with transformers' own model in float64, padded and packed. A cell counts
 
 """
 _VARIANT_COLUMNS = {"1": "one rank", "tp2": "TP 2", "cp2": "CP 2", "pp2": "PP 2"}
+_OF_OPTIONS = """
+## Options of families
+
+Published models of one type differ in options that change which code runs: windows, biases, shared experts, layers of
+one kind, scaled frequencies. `python tools/mesh_sweep.py --named` makes a small model of each option
+(`tools/parity/families.py`) and compares one update with transformers' own model in float64, on meshes that the check
+before a start accepts. A number is the largest relative difference, `padded` means that packed rows are refused on this
+mesh, `–` that the mesh is refused, and an empty cell that it has not been tried.
+
+"""
+_OPTION_COLUMNS = {
+    "1": "one rank",
+    "tp2": "TP 2",
+    "tp2sp": "TP 2 with SP",
+    "cp2": "CP 2",
+    "pp2": "PP 2",
+    "ep2": "EP 2",
+}
 
 _COLUMNS = (
     *("model type", "packed rows", "plan", "tensor parallel", "context parallel", "pipeline", "expert parallel"),
@@ -358,12 +376,32 @@ MEGATRON = "Megatron Core"
 
 def variant_rows() -> Iterator[tuple[str, ...]]:
     """Yield the numbers of results of each type over all seeds."""
-    cells = [cell for cell in _lines(VARIANTS) if cell["mesh"] in _VARIANT_COLUMNS]
+    cells = [cell for cell in _lines(VARIANTS) if cell["mesh"] in _VARIANT_COLUMNS and not cell.get("named")]
     for kind in sorted({cell["model_type"] for cell in cells}):
         mine = [cell for cell in cells if cell["model_type"] == kind]
         results = [[cell["result"] for cell in mine if cell["mesh"] == mesh] for mesh in _VARIANT_COLUMNS]
         shown = [", ".join(f"{each.count(one)} {one}" for one in sorted({*each})) or NONE for each in results]
         yield (f"`{kind}`", str(len({cell["seed"] for cell in mine})), *shown)
+
+
+def option_rows() -> Iterator[tuple[str, ...]]:
+    """Yield the results of each named variant of a type."""
+    cells = [cell for cell in _lines(VARIANTS) if cell.get("named")]
+    for kind, named in sorted({(cell["model_type"], cell["named"]) for cell in cells}):
+        mine = [cell for cell in cells if (cell["model_type"], cell["named"]) == (kind, named)]
+        on_mesh = [{cell["rows"]: cell for cell in mine if cell["mesh"] == mesh} for mesh in _OPTION_COLUMNS]
+        yield (f"`{kind}`", named, *map(_of_option, on_mesh))
+
+
+def _of_option(by_rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the largest difference of a mesh's padded and packed rows, or how they ended."""
+    results = {rows: cell["result"] for rows, cell in by_rows.items()}
+    if not {*results.values()} <= {"right", "refused"}:
+        return "failed"
+    right = [float(by_rows[rows]["told"].split()[-1]) for rows, result in results.items() if result == "right"]
+    if not right:
+        return NONE if results else ""
+    return f"{max(right):.0e}{' padded' if results.get('packed') == 'refused' else ''}"
 
 
 def _both(cells: Mapping[str, tuple[str, float | None]], part: str, mesh: str) -> str:
@@ -402,6 +440,7 @@ def page() -> str:
         tried += _OF_MEGATRON + _table(("model type", *MESHES, "tried"), megatron_rows())
     if VARIANTS.exists():
         tried += _OF_VARIANTS + _table(("model type", "seeds", *_VARIANT_COLUMNS.values()), variant_rows())
+        tried += _OF_OPTIONS + _table(("model type", "options", *_OPTION_COLUMNS.values()), option_rows())
     return f"{head}{table}{_TAIL}{refused}.\n{_PROOF}{tests}{_RUN}{tried}"
 
 

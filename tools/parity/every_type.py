@@ -16,7 +16,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from parity import variants
+from parity import families, variants
 from parity.models import VOCABULARY
 
 _LAYERS = 4
@@ -126,7 +126,7 @@ def tiny_model(model_type: str, seed: int | None = None) -> PreTrainedModel:
 
     Args:
         model_type: name of the type.
-        seed: of a variant; the usual sizes by default.
+        seed: of a drawn variant; the usual sizes by default.
 
     Raises:
         ValueError: no small configuration of the type gives a working model; lists the error of each attempt.
@@ -134,27 +134,33 @@ def tiny_model(model_type: str, seed: int | None = None) -> PreTrainedModel:
     return tiny_form(model_type, seed)[0]
 
 
-def tiny_form(model_type: str, seed: int | None = None) -> tuple[PreTrainedModel, PretrainedConfig]:
+def tiny_form(model_type: str, seed: int | None = None, named: str = "") -> tuple[PreTrainedModel, PretrainedConfig]:
     """Make a `tiny_model`, and the configuration of files that it is loaded from, which may describe more than text.
+
+    Args:
+        model_type: name of the type.
+        seed: of a drawn variant; the usual sizes by default.
+        named: name of a variant in `families`, which need not read from left to right.
 
     Raises:
         ValueError: no small configuration of the type gives a working model; lists the error of each attempt.
     """
     reasons: list[str] = []
+    fields = families.fields_of(model_type, named) if named else {}
     for values in _attempts() if seed is None else _variants(model_type, seed):
         try:
-            config = _small(CONFIG_MAPPING[model_type], values, model_type, seed)
+            config = _small(CONFIG_MAPPING[model_type], values, model_type, seed, fields)
             model = _made(deepcopy(config))
-            _require_running(model)
+            _require_running(model, from_left=not named)
             return model, config
         except Exception as error:  # noqa: BLE001  (the code of any architecture)
             reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}")
     raise ValueError("; ".join(dict.fromkeys(reasons)))
 
 
-def save_tiny_model(model_type: str, folder: Path, seed: int | None = None) -> str:
-    """Write a `tiny_model` to a folder; return the folder's name."""
-    tiny_model(model_type, seed).save_pretrained(folder)
+def save_tiny_model(model_type: str, folder: Path, seed: int | None = None, named: str = "") -> str:
+    """Write the model of a `tiny_form` to a folder; return the folder's name."""
+    tiny_form(model_type, seed, named)[0].save_pretrained(folder)
     return str(folder)
 
 
@@ -183,7 +189,11 @@ _DRAWN = object()
 
 
 def _small(
-    kind: type[PretrainedConfig], values: dict[str, Any], model_type: str, seed: int | None = None
+    kind: type[PretrainedConfig],
+    values: dict[str, Any],
+    model_type: str,
+    seed: int | None = None,
+    fields: families.Fields = {},  # noqa: B006  (read only)
 ) -> PretrainedConfig:
     """Build a configuration of a class; parts for text and other inputs get the same sizes.
 
@@ -191,12 +201,18 @@ def _small(
         kind: the class.
         values: of the fields, of which it takes those that it has.
         model_type: key of `SPECIAL`; "" if the part has no special fields.
-        seed: of a variant.
+        seed: of a drawn variant.
+        fields: of a named variant.
+
+    Raises:
+        ValueError: the class has no such field.
     """
     default = kind()
     special = SPECIAL.get(model_type, {}) if model_type else {"layer_types": None}
-    values = values | (special if seed is None else variants.retiled(special, seed, model_type))
-    own = {name: value for name, value in values.items() if value is not _DRAWN}
+    values = values | (special if seed is None else variants.retiled(special, seed, model_type)) | fields
+    names = [(alias, name) for pair in kind.attribute_map.items() for alias, name in (pair, pair[::-1])]
+    others = {alias for alias, name in names if name in fields}  # other names of fields that are given
+    own = {name: value for name, value in values.items() if value is not _DRAWN and name not in others}
     if seed is not None and model_type and len(own) < len(values):
         usual = getattr(default, "rope_parameters", None)
         own["rope_parameters"] = variants.rotary(usual, variants.draw_for(seed, model_type))
@@ -206,7 +222,9 @@ def _small(
             inner = type(getattr(default, name))
             parts[name] = _small(inner, values, inner.model_type if name == "text_config" else "", seed).to_dict()
     known = {*vars(default), *kind.attribute_map, *getattr(kind, "__dataclass_fields__", {})}
-    unset = variants.MAY_BE_NONE if seed is not None else ()
+    if unknown := fields.keys() - known:
+        raise ValueError(f"{kind.__name__} has no {sorted(unknown)}")
+    unset = {*fields, *(variants.MAY_BE_NONE if seed is not None else ())}
     given = {name: value for name, value in own.items() if name in known and (value is not None or name in unset)}
     given |= {name: 0.0 for name, value in vars(default).items() if _OFF.search(name) and isinstance(value, float)}
     return kind(**given | parts)
@@ -228,7 +246,7 @@ def _made(config: PretrainedConfig) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _require_running(model: PreTrainedModel) -> None:
+def _require_running(model: PreTrainedModel, *, from_left: bool = True) -> None:
     tokens = torch.arange(3, 23)[None]
     logits = model(input_ids=tokens, use_cache=False).logits
     if logits.shape[:2] != tokens.shape or not bool(logits.isfinite().all()):
@@ -237,5 +255,5 @@ def _require_running(model: PreTrainedModel) -> None:
     shorter = model(input_ids=tokens[:, :12], use_cache=False).logits
     if not torch.equal(logits, again):
         raise ValueError("it gives other numbers every time")
-    if float((logits[:, :12] - shorter).abs().max()) > 1e-3 * float(logits.abs().max()):
+    if from_left and float((logits[:, :12] - shorter).abs().max()) > 1e-3 * float(logits.abs().max()):
         raise ValueError("it does not read from left to right")

@@ -80,6 +80,7 @@ def check_mesh(
         plan_for: checks that ranks can divide the model's layers; if None, this is not checked.
     """
     mesh = Mesh(f"{section}.{policy.backend_key}", policy, layout, model.get_text_config())
+    yield from _check_direction(mesh.model, section)
     yield from _check_tensor(mesh)
     yield from check_experts(mesh)
     yield from check_context(mesh, _RECURRENT)
@@ -95,6 +96,20 @@ def check_mesh(
             plan_for(model)
         except ConfigError as error:
             yield str(error)
+
+
+def _check_direction(model: PretrainedConfig, section: str) -> Findings:
+    """Check that tokens do not attend to later tokens, which padding and packing here rely on."""
+    for field, reads_both in (("use_bidirectional_attention", (True, "all")), ("is_causal", (False,))):
+        value = getattr(model, field, None)
+        if value in reads_both:
+            yield (
+                f"{section}.model_name: tokens of this {model.model_type} also attend to later tokens ({field}="
+                f"{value}), so its log-probabilities would depend on what they predict, and on padding. Choose a model "
+                f"that reads from left to right, or set {section}.hf_config_overrides.{field}="
+                f"{str(not value).lower() if isinstance(value, bool) else 'null'}."
+            )
+            return
 
 
 def needs_proof(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig) -> bool:

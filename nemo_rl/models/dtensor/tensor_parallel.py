@@ -10,6 +10,7 @@ parallelism the residual stream is divided along the sequence: `enter` gathers i
 
 Modules that are not in a plan (linear attention, convolutions) are not divided and are outside of blocks. With sequence
 parallelism, such a module gets all tokens, because it may mix them, and each rank keeps the outputs of its own tokens.
+Gemma's inputs per layer, which a second embedding looks up for all tokens, are reduced to a rank's own tokens too.
 
 Invariant: inside a block, the gradients of undivided parameters (per-head norms, MLA's down-projections, routers, A of
 an adapter on a column layer) are partial, and are summed over the ranks. Therefore no architecture needs special
@@ -119,14 +120,11 @@ def divide_layers(
     Raises:
         ConfigError: a size is not a multiple of the number of ranks, or a divided module is in no block.
     """
-    token_blocks = _blocks(hf, experts) if dispatched else []
-    styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
-    recurrent = {name: mixer for name, mixer in find_mixers(hf).items() if f"{name}.{mixer.out}" in styles}
-    blocks = _blocks(hf, [*styles, *(() if dispatched else experts)], recurrent)
-    _refuse_strays(hf, styles, blocks)
-    if recurrent:
+    found = _Division.of(hf, plan, experts, dispatched=dispatched)
+    styles, blocks, token_blocks = found.styles, found.blocks, found.token_blocks
+    if found.recurrent:
         compute_unfused(hf)
-    styles |= shared_experts(hf, blocks, [*styles, *experts])
+    outputs = [name for name, style in styles.items() if style.how == "output"]
     mixers = _mixers(hf, [*blocks, *token_blocks]) if tensor.sequence_parallel else []
     divided = _Divided(hf)
     body_name = next(name for name, module in hf.named_modules() if module is body(hf))
@@ -134,19 +132,13 @@ def divide_layers(
         if _within(name, experts):
             continue
         # # With sequence parallelism, all modules of the body outside of blocks get parts of rows. The head does not.
-        of_part = _within(name, [*blocks, *token_blocks]) or (tensor.sequence_parallel and _within(name, [body_name]))
+        of_block = _within(name, [*blocks, *token_blocks]) and name not in outputs
+        of_part = of_block or (tensor.sequence_parallel and _within(name, [body_name]))
         views = _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
         if views and is_used_by_weight(name, module):
             owner: Any = hf.get_submodule(name.rpartition(".")[0])
             owner.forward = partial(_run_locally, owner.forward, module, views)
-    for name in blocks:
-        block: Any = hf.get_submodule(name)
-        fused = any(style.fused for below, style in styles.items() if _within(below, [name]))
-        if name in recurrent:
-            _keep_own_heads(block, recurrent[name], tensor.mesh)
-        elif fused and hasattr(block, "config"):
-            _count_own_heads(block, tensor.mesh.size())
-        block.forward = partial(_run_between, block.forward, tensor.enter, tensor.leave)
+    _wrap_blocks(hf, found, outputs, tensor)
     for name in mixers:  # every rank computes all tokens and keeps its own
         mixer: Any = hf.get_submodule(name)
         mixer.forward = partial(_run_between, mixer.forward, tensor.enter, tensor.own_tokens)
@@ -155,6 +147,72 @@ def divide_layers(
     embedding = hf.get_input_embeddings()
     if embedding is not None and isinstance(embedding, nn.Embedding):
         _divide_lookup(embedding, tensor)
+    text: Any = body(hf)
+    if tensor.sequence_parallel and hasattr(text, _INPUTS_PER_LAYER):
+        setattr(text, _INPUTS_PER_LAYER, partial(_project_own_tokens, getattr(text, _INPUTS_PER_LAYER), tensor))
+
+
+def _wrap_blocks(hf: PreTrainedModel, found: "_Division", outputs: Collection[str], tensor: TensorParallel) -> None:
+    """Make each block get its input from the residual stream, and add its output to it."""
+    for name in found.blocks:
+        block: Any = hf.get_submodule(name)
+        fused = any(style.fused for below, style in found.styles.items() if _within(below, [name]))
+        if name in found.recurrent:
+            _keep_own_heads(block, found.recurrent[name], tensor.mesh)
+        elif fused and hasattr(block, "config"):
+            _count_own_heads(block, tensor.mesh.size())
+        of_output = [each for each in outputs if _within(each, [name])]
+        leave = _unchanged if of_output else tensor.leave
+        block.forward = partial(_run_between, block.forward, tensor.enter, leave)
+        for each in of_output:
+            norm: Any = hf.get_submodule(each)
+            norm.forward = partial(_run_between, norm.forward, tensor.leave, _unchanged)
+
+
+@dataclass(frozen=True)
+class _Division:
+    """The parts of a model that a plan divides, by name."""
+
+    styles: dict[str, Style]
+    """Modules and parameters that ranks divide."""
+    recurrent: dict[str, Mixer]
+    """Recurrent layers that ranks divide."""
+    blocks: list[str]
+    """Blocks whose outputs ranks sum."""
+    token_blocks: list[str]
+    """Blocks with dispatched experts, whose tokens ranks divide."""
+
+    @classmethod
+    def of(cls, hf: PreTrainedModel, plan: Plan, experts: Collection[str], *, dispatched: bool) -> "_Division":
+        """Find the parts. The arguments are those of `divide_layers`."""
+        token_blocks = _blocks(hf, experts) if dispatched else []
+        styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
+        recurrent = {name: mixer for name, mixer in find_mixers(hf).items() if f"{name}.{mixer.out}" in styles}
+        blocks = _blocks(hf, [*styles, *(() if dispatched else experts)], recurrent)
+        _refuse_strays(hf, styles, blocks)
+        return cls(styles | shared_experts(hf, blocks, [*styles, *experts]), recurrent, blocks, token_blocks)
+
+
+def require_divisible(
+    hf: PreTrainedModel, plan: Plan, ranks: int, *, experts: Collection[str] = (), dispatched: bool = False
+) -> None:
+    """Check that ranks can divide every weight of a plan equally. Only shapes are read.
+
+    Args:
+        hf: the whole model, with or without weights.
+        plan: as in `divide_layers`, with `experts` and `dispatched`.
+        ranks: number of tensor-parallel ranks.
+
+    Raises:
+        ConfigError: a size is not a multiple of the number of ranks, or a divided module is in no block.
+    """
+    styles = _Division.of(hf, plan, experts, dispatched=dispatched).styles
+    for name, module in hf.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            own = styles.get(f"{name}.{parameter_name}", styles.get(name))
+            if not _within(name, experts):
+                place = _placement(own, parameter_name)
+                _require_divisible(f"{name}.{parameter_name}", parameter, place, own, ranks)
 
 
 class _Divided:
@@ -240,16 +298,23 @@ def _run_between(
 ) -> Any:
     """Run a forward with `enter` applied to its input hidden states, and `leave` to its output hidden states.
 
-    The input is the first argument or `hidden_states`, and the output is the returned value or its first item.
+    The input is the first argument or `hidden_states`, and the output is the returned value or its first item. `enter`
+    is also applied to further hidden states, which are tensors of the same shape (Zamba's original hidden states).
     """
-    if args:
-        args = (enter(args[0]), *args[1:])
-    else:
-        kwargs["hidden_states"] = enter(kwargs["hidden_states"])
+    stream = args[0] if args else kwargs["hidden_states"]
+
+    def entered(value: Any) -> Any:
+        return enter(value) if isinstance(value, Tensor) and value.shape == stream.shape else value
+
+    args, kwargs = tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
     output = forward(*args, **kwargs)
     if isinstance(output, tuple):
         return (leave(output[0]), *output[1:])
     return leave(output)
+
+
+def _unchanged(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def _blocks(hf: PreTrainedModel, divided: Iterable[str], recurrent: Collection[str] = ()) -> list[str]:
@@ -284,13 +349,31 @@ def _part_of_layer(hf: PreTrainedModel, layer: str, name: str) -> str:
 def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
     """Return the names of the direct children of decoder layers, outside of blocks, that may mix tokens.
 
-    These are all children with a matrix. Children with vectors only (norms) process tokens separately.
+    These are all children with a matrix. Children with vectors only (norms) process tokens separately. If a child
+    contains a block, as the Mamba layer inside a layer of Zamba does, its own children are meant instead.
     """
     names = {id(module): name for name, module in hf.named_modules()}
-    direct = [child for layer in decoder_layers(hf) for child in layer.children()]
-    children = [item for child in direct for item in (child if isinstance(child, nn.ModuleList) else [child])]
-    with_matrices = [child for child in children if any(parameter.dim() > 1 for parameter in child.parameters())]
-    return [names[id(child)] for child in with_matrices if names[id(child)] not in blocks]
+    pending, found = [child for layer in decoder_layers(hf) for child in layer.children()], []
+    while pending:
+        child = pending.pop(0)
+        name = names[id(child)]
+        if name in blocks or not any(parameter.dim() > 1 for parameter in child.parameters()):
+            continue
+        if isinstance(child, nn.ModuleList) or any(_within(block, [name]) for block in blocks):
+            pending.extend(child.children())
+        else:
+            found.append(name)
+    return found
+
+
+_INPUTS_PER_LAYER = "project_per_layer_inputs"
+"""Method of Gemma's text models that adds a second embedding `[b, T, layers, d]` to a projection of the first one."""
+
+
+def _project_own_tokens(
+    project: Callable[..., Tensor], tensor: TensorParallel, embedded: Tensor, per_layer: Tensor | None = None
+) -> Tensor:
+    return project(embedded, None if per_layer is None else tensor.own_tokens(per_layer))
 
 
 def _within(name: str, owners: Iterable[str]) -> bool:
@@ -360,7 +443,7 @@ def _divide_module(
 
 def _placement(style: Style | None, parameter_name: str) -> Placement:
     """Return how a parameter is divided. An adapter's B is divided like the weight's rows, and A like its columns."""
-    if style is None:
+    if style is None or style.how == "output":
         return Replicate()
     if style.dim is not None:
         return Shard(style.dim)
@@ -402,7 +485,8 @@ def _require_divisible(name: str, parameter: Tensor, placement: Placement, style
         if size % ranks:
             raise ConfigError(
                 f"{name} has {size} heads, outputs or inputs to divide, which is not a multiple of "
-                f"policy.dtensor_cfg.tensor_parallel_size={ranks}."
+                f"policy.dtensor_cfg.tensor_parallel_size={ranks}. The largest smaller size that divides them: "
+                f"{next(smaller for smaller in range(ranks - 1, 0, -1) if size % smaller == 0)}."
             )
 
 

@@ -52,10 +52,14 @@ class DTensorTraining(FolderBackend):
         layout = self.layout_of(policy, num_ranks, section)
         from nemo_rl.models.draft.choice import check_draft
         from nemo_rl.models.dtensor.mesh_check import check_mesh
-        from nemo_rl.models.huggingface.load import load_model_config
+        from nemo_rl.models.huggingface.load import load_model_config, require_text_model
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
+        if not policy.reward_model_cfg.enabled:
+            require_text_model(model, policy.model_name, section)
         report_findings(check_mesh(policy, layout, model, section, partial(_require_division, policy)))
+        if layout.tp > 1:
+            _require_shapes(policy, model, dispatched=layout.ep > 1)
         report_findings(check_draft(policy))
         if policy.router_replay.enabled:
             from nemo_rl.models.dtensor.routers import check_configuration
@@ -105,6 +109,18 @@ class DTensorTraining(FolderBackend):
         from nemo_rl.models.dtensor.checkpoints.model_files import load_weights
 
         load_weights(model, weights)
+
+
+def _require_shapes(policy: PolicyConfig, model: "PretrainedConfig", *, dispatched: bool) -> None:
+    """Raise a ConfigError if tensor-parallel ranks cannot divide a weight of the whole model equally."""
+    from nemo_rl.models.dtensor.expert_parallel import find_experts
+    from nemo_rl.models.dtensor.tensor_parallel import require_divisible
+    from nemo_rl.models.huggingface.tensor_plans import made_without_weights, plan_for
+
+    section = policy.dtensor_cfg
+    hf = made_without_weights(model, scores=policy.reward_model_cfg.enabled)
+    plan = plan_for(hf, section.custom_parallel_plan)
+    require_divisible(hf, plan, section.tensor_parallel_size, experts=[*find_experts(hf)], dispatched=dispatched)
 
 
 def _require_division(policy: PolicyConfig, model: "PretrainedConfig") -> None:

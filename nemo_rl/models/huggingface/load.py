@@ -242,11 +242,7 @@ def load_model_config(
         # # The configuration is read from the same commit as the weights.
         config = read_config(cached_folder(model_name) or described_source(model_name))
     except (OSError, ValueError) as error:
-        own = f"\n{ADVICE}" if is_refused(error) else ""
-        raise ConfigError(
-            f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "
-            f"model id that can be downloaded from here: {error}{own}"
-        ) from error
+        raise ConfigError(f"{section}.model_name={model_name!r} {_unreadable(model_name, error)}") from error
     for key, value in (overrides or {}).items():
         if not hasattr(config, key):
             raise ConfigError(
@@ -280,6 +276,25 @@ OWN_CODE = "transformers_modules."
 
 _SAME_LAYERS = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` without a class in transformers, with the type that has the same layers and fields."""
+
+
+_NO_CONFIG = "is neither a model folder with a config.json nor a model id that can be downloaded from here"
+_UNKNOWN_TYPE = re.compile(r"model type `(?P<kind>[^`]*)` but Transformers does not recognize")
+
+
+def _unreadable(model_name: str, error: Exception) -> str:
+    """Describe why the configuration of a model cannot be read, and what to do."""
+    unknown = _UNKNOWN_TYPE.search(str(error))
+    if unknown is not None:
+        return (
+            f"has the model_type {unknown['kind']!r}, which transformers {transformers.__version__} does not know, and "
+            "its config.json names no classes of its own (auto_map). Choose a model of a known type, such as those of "
+            "docs/reference/model-support.md."
+        )
+    if is_refused(error):
+        return f"is of a type whose classes are in its own files (auto_map in its config.json). {ADVICE}"
+    has_config = (Path(model_name).expanduser() / "config.json").is_file()
+    return f"has a config.json that cannot be read: {error}" if has_config else f"{_NO_CONFIG}: {error}"
 
 
 def read_config(files: str | Path) -> PretrainedConfig:
@@ -331,15 +346,24 @@ def reads_more_than_text(config: PretrainedConfig) -> bool:
 
 
 def require_text_model(config: PretrainedConfig, model_name: str, section: str = "policy") -> None:
-    """Refuse a checkpoint for images or sound if transformers has no language model for its files.
+    """Refuse a checkpoint if transformers has no language model for its files, such as one for images or sound.
 
     Raises:
         ConfigError: there is no language model.
     """
-    if not reads_more_than_text(config) or config.model_type in FAMILIES:
+    if config.model_type in FAMILIES:
         return
+    from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE_MODELS
 
+    if not reads_more_than_text(config):
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise ConfigError(
+                f"{section}.model_name={model_name!r} is of the type {config.model_type}, for which transformers "
+                f"{transformers.__version__} has no language model (AutoModelForCausalLM). Choose a model that reads "
+                "text from left to right."
+            )
+        return
     if config.model_type not in LANGUAGE_MODELS:
         raise ConfigError(
             f"{section}.model_name={model_name!r} ({config.model_type}) reads more than text, and transformers has no "

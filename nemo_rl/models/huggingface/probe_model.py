@@ -35,6 +35,11 @@ _INNER_SIZES = (
 )
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
+_LAYER_NUMBERS = (
+    *("attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids", "local_layer_ids", "mlp_only_layers"),
+    *("moe_layers", "ple_layer_ids"),
+)
+"""Fields that list the numbers of the layers of a kind."""
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 CANNOT_BE_MADE = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError)
 """Exceptions that classes of transformers raise for contradicting sizes in a configuration."""
@@ -195,8 +200,11 @@ def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
 def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
     """Update a configuration so that it describes only the layers that are kept."""
     values: Any = config
+    fixed = _fixed_lengths(config, before)
     for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == before:
+        if isinstance(value, list) and name in _LAYER_NUMBERS:
+            value[:] = [place for place, index in enumerate(kept) if index in value]  # the model may hold this list
+        elif isinstance(value, list) and len(value) == before != fixed.get(name):
             setattr(values, name, [value[index] for index in kept])
     if getattr(values, "num_hidden_layers", None) == before:
         values.num_hidden_layers = len(kept)
@@ -205,6 +213,17 @@ def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
         overrides = {place: spec.per_layer_overrides.get(index) for place, index in enumerate(kept)}
         found = {place: fields for place, fields in overrides.items() if fields is not None}
         values._heterogeneity_spec = replace(spec, per_layer_overrides=found)
+
+
+def _fixed_lengths(config: PretrainedConfig, layers: int) -> dict[str, int]:
+    """Return the lengths of lists in the class's usual configuration, if that has another number of layers.
+
+    A list that is as long there belongs to something else than layers, such as the five multipliers of Falcon-H1.
+    """
+    usual = None if config.has_no_defaults_at_init else type(config)()
+    if usual is None or getattr(usual, "num_hidden_layers", layers) == layers:
+        return {}
+    return {name: len(value) for name, value in vars(usual).items() if isinstance(value, list)}
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:

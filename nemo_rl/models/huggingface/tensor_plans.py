@@ -24,10 +24,11 @@ from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
-type How = Literal["column", "row", "sum", "norm", "vocabulary"]
+type How = Literal["column", "row", "sum", "norm", "output", "vocabulary"]
 """`column` divides the outputs of a linear layer (or a parameter with one value per head), `row` divides its inputs,
 and `vocabulary` divides the rows of an embedding or of the output head. `sum` is `row` for a layer inside a block whose
-outputs all ranks need there, and `norm` is `column` for a norm over channels that the ranks divide."""
+outputs all ranks need there, and `norm` is `column` for a norm over channels that the ranks divide. `output` is a norm
+of a block's output: it is not divided, and gets the sum of all ranks instead of the block's end."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,16 @@ _DOWN = ("down_proj", "w2", "fc2", "c_proj", "output_linear", "dense_4h_to_h", "
 _MLA = {"q_proj": COLUMN, "q_b_proj": COLUMN, "kv_b_proj": COLUMN, "o_proj": ROW}
 _ATTENTION = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW}
 _NORM = Style("norm")
+_OUTPUT = Style("output")
 _GATED_MLP = {"gate_proj": COLUMN, "up_proj": COLUMN, "down_proj": ROW}
 
 
 def _deepseek(config: Any) -> dict[str, Style]:
     return {f"layers.*.self_attn.{name}": style for name, style in _MLA.items()}
+
+
+def _axk1(config: Any) -> dict[str, Style]:
+    return _deepseek(config) | {"layers.*.mlp.post_mlp_layernorm": _OUTPUT}
 
 
 def _gpt_oss(config: Any) -> dict[str, Style]:
@@ -142,6 +148,7 @@ def _nemotron_h(config: Any) -> dict[str, Style]:
 
 
 OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
+    "axk1": _axk1,
     "bamba": _attention_and("feed_forward", _GATED_MLP),
     "deepseek_v3": _deepseek,
     "falcon_h1": _attention_and("feed_forward", _GATED_MLP),
@@ -165,6 +172,11 @@ OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
 }
 """Functions by `model_type` that return additions to the model's own plan. Names are relative to the decoder body."""
 
+_WHOLE: Mapping[str, str] = {
+    "gemma3n_text": "its AltUp computes with the weights of its layers itself, on four streams of hidden states",
+}
+"""Types whose layers cannot be divided by any plan -> reason."""
+
 
 def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]:
     """Return the plan of a model, by the names of its parameters.
@@ -175,8 +187,14 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
             a plan. The values of the plan are `Style`s or names of transformers ("colwise", "rowwise").
 
     Raises:
-        ConfigError: there is no plan, or the plan has an unknown style.
+        ConfigError: there is no plan, the plan has an unknown style, or the model's code cannot be divided.
     """
+    whole = _WHOLE.get(hf.config.get_text_config().model_type)
+    if whole is not None:
+        raise ConfigError(
+            f"{type(hf).__name__} cannot be divided over tensor-parallel ranks: {whole}. Set "
+            "policy.dtensor_cfg.tensor_parallel_size=1."
+        )
     if custom is not None:
         given = import_dotted(
             custom,

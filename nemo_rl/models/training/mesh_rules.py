@@ -81,9 +81,13 @@ class Mesh:
 
     @property
     def experts(self) -> int | None:
-        """The routed experts of a layer, or None for a dense model."""
-        kinds = getattr(self.model, "layers_block_type", None)  # its configuration has a number of experts anyway
-        return None if kinds and "moe" not in kinds else self.count(*_EXPERTS)
+        """The routed experts of a layer, or None for a dense model.
+
+        Where feed-forward layers are a kind of their own (Nemotron-H), a dense model has a number of experts anyway.
+        """
+        kinds = getattr(self.model, "layers_block_type", None) or ()
+        number = self.count(*_EXPERTS) or 0
+        return number if number > 1 and ("moe" in kinds or "mlp" not in kinds) else None
 
     @property
     def layers(self) -> int:
@@ -144,7 +148,8 @@ def divided_layers(mesh: Mesh) -> Iterator[Divided]:
 
 def routed_experts(mesh: Mesh) -> Iterator[Divided]:
     """Yield the routed experts of a layer as a part that ranks divide."""
-    yield from mesh.divided("experts of a layer", *_EXPERTS)
+    if mesh.experts is not None:
+        yield from mesh.divided("experts of a layer", *_EXPERTS)
 
 
 def vocabulary(mesh: Mesh) -> Iterator[Divided]:

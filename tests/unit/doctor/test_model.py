@@ -162,6 +162,24 @@ def test_a_model_that_is_not_here_is_refused_by_name(tmp_path) -> None:
         Question.of(str(tmp_path / "nothing"), [])
 
 
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ('{"model_type": "superlm9"}', r"has the model_type 'superlm9', which transformers .* does not know"),
+        (
+            '{"model_type": "superlm9", "auto_map": {"AutoConfig": "configuration_superlm9.Own"}}',
+            r"classes are in its own files .* trust_remote_code=true in a model's section runs this code",
+        ),
+        ('{"model_type": "vit"}', "of the type vit, for which transformers .* has no language model"),
+        ('{"model_type": "llama",', "has a config.json that cannot be read"),
+    ],
+)
+def test_a_configuration_that_is_no_language_model_is_refused_with_the_cause(written, message, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(written, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        Question.of(str(tmp_path), [])
+
+
 def test_engines_are_compared_after_weight_updates(tmp_path, monkeypatch) -> None:
     question = Question.of(folder_of("llama", tmp_path), [])
     with small_copy.saved_small_copy(question.policy, question.model) as small:

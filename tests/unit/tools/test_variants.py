@@ -3,8 +3,9 @@
 import pytest
 import torch
 from mesh_sweep import GOOD, sweep
-from parity import variants
+from parity import every_type, families, variants
 from parity.every_type import tiny_form
+from transformers import CONFIG_MAPPING
 
 SOME = ["llama", "qwen3_moe", "gemma3_text", "qwen3_next", "lfm2"]
 
@@ -24,6 +25,24 @@ def test_a_seed_gives_the_same_unusual_sizes(model_type) -> None:
     assert config.num_key_value_heads in (1, 3)
     assert (usual.vocab_size, usual.num_hidden_layers) == (128, 4)
     assert len(list(model.parameters())) > 20
+
+
+@pytest.mark.parametrize("model_type", families.FAMILIES)
+def test_named_options_are_those_of_the_configuration(model_type) -> None:
+    usual = tiny_form(model_type)[1].to_dict()
+    for name, fields in families.FAMILIES[model_type].items():
+        config = every_type._small(CONFIG_MAPPING[model_type], every_type._SIZES, model_type, None, fields)
+        given = {field: value for field, value in fields.items() if field != "rope_parameters"}
+        found = {field: getattr(config, field) for field in given}
+        assert {k: [*v] if isinstance(v, tuple) else v for k, v in found.items()} == given, name
+        assert config.to_dict() != usual, name
+    with pytest.raises(ValueError, match="has no variant 'x', but "):
+        families.fields_of(model_type, "x")
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"MistralConfig has no \['slidingwindow'\]"):
+        every_type._small(CONFIG_MAPPING["mistral"], every_type._SIZES, "mistral", None, {"slidingwindow": 4})
 
 
 def test_each_kind_of_layer_stays() -> None:

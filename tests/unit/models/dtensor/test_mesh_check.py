@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from architectures import _COMMON, SPECIAL
+from parity.every_type import tiny_form
+from parity.ranks import policy_config
 from policy_helpers import save_tiny_model
 from transformers import AutoConfig, PretrainedConfig
 
@@ -355,3 +357,31 @@ def test_findings_about_a_teacher_name_its_section() -> None:
 )
 def test_pipelines_without_an_auxiliary_loss_are_accepted(fields: dict[str, Any], sizes: dict[str, Any]) -> None:
     assert findings(model_config("qwen3_moe", **fields), 2, **sizes) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "advice"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=false"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention=null"),
+        ("llama", {"is_causal": False}, "is_causal=true"),
+    ],
+)
+def test_models_whose_tokens_see_later_ones_are_refused(model_type, fields, advice) -> None:
+    (told,) = findings(model_config(model_type, **fields), 1)
+    assert f"attend to later tokens ({next(iter(fields))}=" in told and f"policy.hf_config_overrides.{advice}" in told
+    assert not findings(model_config("gemma4_text", use_bidirectional_attention="vision"), 1)
+
+
+def test_a_weight_that_ranks_cannot_divide_is_named_for_any_type(tmp_path) -> None:
+    """Which layers are dense, and how wide, each type says in its own fields; the weights themselves are checked."""
+    tiny_form("ernie4_5_moe", named="odd dense width")[1].save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.gate_proj\.weight has 95 .* divides them: 1\."):
+        DTensorTraining().check_sizes(policy_config(str(tmp_path), {"tensor_parallel_size": 2}, packed=False), 2)
+
+
+def test_experts_are_found_where_kinds_of_layers_tell_mixers_only() -> None:
+    jamba = {"mamba_d_state": 8, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+    assert not findings(model_config("jamba", **jamba), 2, ep=2)
+    (told,) = findings(model_config("jamba", **jamba | {"num_experts": 1}), 2, ep=2)
+    assert "jamba has no experts" in told

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import random_model
+from parity import every_type
 from parity.compare import difference
 from parity.models import VOCABULARY, save_model
 from parity.ranks import mesh_numbers, on_ranks, policy_config
@@ -55,6 +56,18 @@ def test_norms_over_all_heads_have_the_means_of_all_ranks(model_type, tmp_path) 
     mesh, model = SEQUENCE | {"tensor_parallel_size": 4}, str(tmp_path)
     found = difference(mesh_numbers(model, mesh, 4, packed=True, steps=1), one_process(model, 1))
     assert found.largest < 1e-5, found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mesh"),
+    [("axk1", TP2), ("axk1", SEQUENCE), ("gemma4_text", SEQUENCE), ("zamba", SEQUENCE)],
+)
+def test_parts_that_need_all_ranks_or_all_tokens_equal_one_process(model_type, mesh, tmp_path) -> None:
+    """A norm of a block's output (A.X-K1), a second embedding (Gemma 4), and a second stream of tokens (Zamba)."""
+    model = every_type.save_tiny_model(model_type, tmp_path / "m")
+    ours = mesh_numbers(model, mesh, 2, packed=True, steps=1, dtype=torch.float64)
+    found = difference(ours, one_process(model, 1))
+    assert found.largest < 1e-9, found
 
 
 def test_a_norm_without_a_mean_over_channels_is_refused() -> None:
@@ -177,6 +190,8 @@ def test_plans_divide_each_architecture_or_refuse_it() -> None:
     assert plan_for(random_model("gpt_oss"))["model.layers.*.self_attn.sinks"] == COLUMN
     with pytest.raises(ConfigError, match=r"brings no tensor-parallel plan.*custom_parallel_plan"):
         plan_for(random_model("gpt_neo"))
+    with pytest.raises(ConfigError, match=r"Gemma3nForCausalLM cannot be divided .* its AltUp computes"):
+        plan_for(every_type.tiny_model("gemma3n_text"))
     assert plan_for(random_model("olmo3"))["model.layers.*.self_attn.q_norm"] == Style("norm")
     unknown = random_model("llama")
     unknown._tp_plan = {"model.layers.*.self_attn.q_proj": "colwise_gather_output"}
