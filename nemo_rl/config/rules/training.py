@@ -317,7 +317,7 @@ def _check_turn_credit(grpo: GRPOConfig) -> Findings:
         if estimator.turn_discount != 1.0:
             yield (
                 f"grpo.adv_estimator.turn_discount={estimator.turn_discount:g} only works with "
-                "grpo.adv_estimator.credit=turn_returns or turn_rewards, got episode."
+                "grpo.adv_estimator.credit=turn_returns, turn_rewards or step_rewards, got episode."
             )
         return
     key = f"grpo.adv_estimator.credit={estimator.credit}"
@@ -327,6 +327,12 @@ def _check_turn_credit(grpo: GRPOConfig) -> Findings:
         yield (
             f"{key} uses the rewards of turns, which grpo.reward_scaling does not change. Set "
             "grpo.reward_scaling.enabled=false, and scale the rewards in the environment."
+        )
+    leaves_one_out = estimator.name == "rloo" or (estimator.name == "grpo" and estimator.use_leave_one_out_baseline)
+    if estimator.credit == "step_rewards" and leaves_one_out:
+        yield (
+            f"{key} compares each step with all steps of the group, also with those of its own sample. Set "
+            "grpo.use_leave_one_out_baseline=false, and grpo.adv_estimator.name=grpo or dr_grpo."
         )
 
 
