@@ -188,7 +188,7 @@ class PerTurnAdvantageEstimator:
             return extras["step_rewards"], extras["step_spans"]
         raise DataError(
             "grpo.adv_estimator.credit=step_rewards needs rewards of steps, and no sample of this step of training has "
-            "any. Use an environment that gives them, such as env.reward_model with step_reward=each, or credit=episode."
+            "any. Use an environment that gives them, such as env.reward_model with step_reward=each."
         )
 
 

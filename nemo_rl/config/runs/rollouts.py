@@ -17,6 +17,7 @@ from nemo_rl.config.rules.models import (
     check_judges,
     check_other_tokenizers,
     check_placements,
+    check_routes,
     check_second_models,
     check_teacher,
     check_teachers,
@@ -362,11 +363,18 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
             check_one_overlap(self.grpo, self.async_rl),
             check_advantages(self.grpo, self.loss_fn),
             check_agents(self.env, self.grpo, self.cluster),
-            () if self.data.has_user_data else check_step_credit(self.env, self._used_environments, self.grpo),
+            () if self.data.has_user_data else self._environment_findings(),
             check_reward_penalties(self.reward_penalties),
             check_effort_levels(self.effort_levels, self.grpo),
             check_teachers(self.on_policy_distillation, self.teachers, self.grpo, self.policy),
         )
+
+    def _environment_findings(self) -> Findings:
+        """Check what environments of the data give, and who scores their samples."""
+        yield from check_step_credit(self.env, self._used_environments, self.grpo)
+        if self.grpo.adv_estimator.name == "opd" and not self.on_policy_distillation.learns_from_itself:
+            trained = {entry.env_name for place, entry in named_entries(self.data) if place.startswith("data.train")}
+            yield from check_routes(self.on_policy_distillation, self.teachers, trained)
 
 
 class PPOCheckpointingConfig(CheckpointingConfig):
