@@ -80,7 +80,7 @@ def test_adapters_a_reward_model_as_critic_and_rewards_of_steps_resume_bit_for_b
 ) -> None:
     """Both models have adapters, sampling is ahead, and the critic begins with the head that gives the rewards."""
     rewards = f"""{{enabled: true, model_name: {step_rewards}, checkpoint_path: {step_rewards.parents[2]},
-        precision: float32, batch_size: 16, step_separator: ';', step_reward: each,
+        precision: float32, batch_size: 16, step_separator: ',', step_reward: each,
         reward_model_cfg: {{reward_model_type: process}}}}"""
     overrides = (
         *(*SMALL_HF, "ppo.max_num_steps=8", "ppo.val_period=0", "ppo.val_at_end=false", "checkpointing.save_period=4"),

@@ -16,7 +16,7 @@ KINDS = {
     ),
     "each step": (
         "env.reward_model.reward_model_cfg.reward_model_type=process",
-        "env.reward_model.step_separator=';'",
+        "env.reward_model.step_separator=','",  # as the tiny chat model writes its steps
         "env.reward_model.step_reward=each",
         "grpo.adv_estimator.credit=step_rewards",
         "grpo.use_leave_one_out_baseline=false",
