@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 104_300, "all": 135_000}
+LINES = {"core": 104_500, "all": 135_250}
 FILES = {"core": 575, "all": 770}
 FOLDERS = 95
 SHORT_FILES = 48

@@ -86,7 +86,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     async def _reward(
         self, conversation: "LLMMessageLogType"
     ) -> tuple[float | dict[str, float], list[tuple[int, float]] | None, str | None]:
-        """Return the reward, or a reward for each component, those of steps, and None; or the reason for no reward."""
+        """Return the reward (or one for each component), those of steps, and None or the reason for no reward."""
         try:
             row = self._form.row_of(conversation)
         except DataError as error:
