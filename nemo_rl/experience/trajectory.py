@@ -7,7 +7,7 @@ reward of zero always means that the grader returned zero.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any, Self
 
 from nemo_rl.data.images.rows import from_state
@@ -277,9 +277,10 @@ class Trajectory:
         rewards += [0.0] * (len(spans) - len(rewards))
         if not self.has_steps:
             return list(zip(spans, rewards, strict=False))
+        of_turns = [*self.step_rewards, *([] for _ in spans)]
         return [
             part
-            for span, reward, steps in zip_longest(spans, rewards[: len(spans)], self.step_rewards[: len(spans)])
+            for span, reward, steps in zip(spans, rewards, of_turns, strict=False)
             for part in (_spans_of_steps(span, reward, steps) if steps else [(span, reward)])
         ]
 
