@@ -22,7 +22,7 @@ from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageEx
 from nemo_rl.algorithms.credit.group_statistics import spread
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
 from nemo_rl.algorithms.credit.reward_shaping import effort_metrics, effort_penalty, scale_rewards, training_rewards
-from nemo_rl.algorithms.credit.turns import padded, set_invalid_tool_calls, set_malformed_thinking
+from nemo_rl.algorithms.credit.turns import padded, padded_rewards, set_invalid_tool_calls, set_malformed_thinking
 from nemo_rl.algorithms.recipe import Recipe, Sampling
 from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.source import check_source
@@ -246,13 +246,16 @@ class CreditAssignment:
 
     def _extras(self, trajectories: Sequence[Trajectory]) -> AdvantageExtras:
         """Return the estimator's arguments besides rewards and mask."""
-        return {
+        extras: AdvantageExtras = {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
             "turn_rewards": padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float64),
             "turn_spans": padded([t.turn_spans for t in trajectories], (0, 0), torch.int64),
         }
+        if any(t.has_steps for t in trajectories):
+            extras["step_spans"], extras["step_rewards"] = padded_rewards(trajectories)
+        return extras
 
     def _set_fixed(self, advantages: Tensor, mask_BT: Tensor, trajectories: Sequence[Trajectory]) -> None:
         """Set the advantages that the configuration fixes for certain tokens, in place."""

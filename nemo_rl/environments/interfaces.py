@@ -7,8 +7,9 @@ the reason in `errors`, so a reward without an error is always a computed one.
 
 import abc
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -44,6 +45,10 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     invalid_tool_calls: list[bool] | None = None
     """B values: True if the last turn has a tool call that cannot be made (`grpo.invalid_tool_call_advantage`).
     None if no turn has such a call."""
+    step_rewards: list[list[tuple[int, float]] | None] | None = None
+    """B lists of the steps of the last turn, or None for a turn without steps: the end of each step, as the number of
+    characters of the turn's text up to it, and its reward. The last step also gets what `rewards` has beyond their sum.
+    None if no turn has steps. Turns of agent programs have none."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,8 @@ class StepResult:
     """Reason why `reward` is None: the environment raised, hung or died. None if there is a reward."""
     invalid_tool_call: bool = False
     """Whether the turn has a tool call that cannot be made."""
+    step_rewards: Sequence[tuple[int, float]] = ()
+    """End and reward of each step of the turn (`EnvironmentReturn.step_rewards`). Empty without steps."""
     aborted: bool = False
     """With an error: whether the environment hung or died (True), or raised (False)."""
 
@@ -261,7 +268,21 @@ def _one_result(outcome: EnvironmentReturn[Any], row: int, rewards: dict[str, li
         next_stop_strings=stop_strings,
         answer=outcome.answers[row] if outcome.answers is not None else None,
         invalid_tool_call=outcome.invalid_tool_calls is not None and bool(outcome.invalid_tool_calls[row]),
+        step_rewards=_steps((outcome.step_rewards[row] if outcome.step_rewards is not None else None) or ()),
     )
+
+
+def _steps(given: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return ends and rewards of steps as numbers.
+
+    Raises:
+        ValueError: An end is not larger than the one before it, or a reward is not finite.
+    """
+    steps = [(int(end), float(reward)) for end, reward in given]
+    ends = [0, *(end for end, _ in steps)]
+    if not all(before < end for before, end in pairwise(ends)) or not all(math.isfinite(each) for _, each in steps):
+        raise ValueError(f"step_rewards has {steps!r:.200}, in which the ends must increase and rewards be finite")
+    return steps
 
 
 def check_message(message: Any, place: str) -> None:

@@ -81,6 +81,7 @@ class SampleProgress:
         return stored.state_dict() | {
             "extra_env_info": self.sample.extra_env_info,
             "turn_rewards": list(self.sample.turn_rewards),
+            "step_rewards": list(self.sample.step_rewards),
             "reward_components": dict(self.sample.reward_components),
         }
 

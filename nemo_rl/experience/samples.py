@@ -25,6 +25,7 @@ from nemo_rl.data.images.messages import images_in
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules, content_text
 from nemo_rl.data.messages.observations import ObservationRenderer, messages_of
+from nemo_rl.data.messages.steps import num_tokens_until
 from nemo_rl.data.routed_experts import note_experts
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.post_processing import PostProcessor
@@ -327,6 +328,7 @@ class SamplePlayer:
             finish_reason, progress.finish_reason = progress.finish_reason, None
             if not _absorb(sample, step):
                 return
+            self._note_steps(sample, step)
             if step.terminated or sample.num_turns >= self._limits.max_turns:
                 if finish_reason == "length":
                     _cut(sample, self._limits.bound_of(sample))
@@ -363,6 +365,13 @@ class SamplePlayer:
         played = await self._programs.play(sample, section, step_of, sampling, seed_of, trains=key.trains)
         if _absorb(sample, played.step):
             played.spread_reward()
+
+    def _note_steps(self, sample: Trajectory, step: StepResult) -> None:
+        """Add the rewards of the steps of the last turn, whose ends become numbers of tokens."""
+        ends = [end for end, _ in step.step_rewards]
+        written = sample.message_log[-1]["token_ids"].tolist()
+        tokens = num_tokens_until(ends, written, self._tokenizer) if ends else []
+        sample.step_rewards.append([(end, each) for end, (_, each) in zip(tokens, step.step_rewards, strict=True)])
 
     def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
         """Count an observation whose text contains a control token. Log the first one in this process."""

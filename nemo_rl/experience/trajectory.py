@@ -4,9 +4,10 @@ Invariant: a failed rollout is kept as data. Its outcome says what failed. It ha
 reward of zero always means that the grader returned zero.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Self
 
 from nemo_rl.data.images.rows import from_state
@@ -86,6 +87,9 @@ class Trajectory:
     """Sum of the rewards of all turns. None if it could not be computed."""
     turn_rewards: list[float] = field(default_factory=list)
     """Reward of each response turn. The sum is `reward`. Empty if no turn was rewarded."""
+    step_rewards: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each rewarded turn, the end of each of its steps, in tokens of the turn, and the step's reward. The list of a
+    turn without steps is empty."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, for multi-reward environments."""
     invalid_tool_call_turns: list[bool] = field(default_factory=list)
@@ -257,6 +261,29 @@ class Trajectory:
             rewards[turn] -= max(self.reward, 0.0) / len(payers)
         return rewards
 
+    @property
+    def has_steps(self) -> bool:
+        """True if steps of a turn have rewards of their own."""
+        return any(self.step_rewards)
+
+    @property
+    def rewarded_spans(self) -> list[tuple[tuple[int, int], float]]:
+        """Start, end and reward of each step, and of each turn without steps, in the concatenated conversations.
+
+        The rewards are those of `penalized_turn_rewards`: the last step of a turn gets what the turn's reward has
+        beyond the sum of its steps. It ends with the turn.
+        """
+        spans, rewards = self.turn_spans, self.penalized_turn_rewards
+        rewards += [0.0] * (len(spans) - len(rewards))
+        if not self.has_steps:
+            return list(zip(spans, rewards, strict=False))
+        of_turns = [*self.step_rewards, *([] for _ in spans)]
+        return [
+            part
+            for span, reward, steps in zip(spans, rewards, of_turns, strict=False)
+            for part in (_spans_of_steps(span, reward, steps) if steps else [(span, reward)])
+        ]
+
     def after_penalties(self, value: float) -> float:
         """Return a reward, or a component of a reward, with penalties applied."""
         return min(value, 0.0) if self.is_penalized else value
@@ -284,6 +311,19 @@ class Trajectory:
             return self.turns
         first = next((n for n, m in enumerate(self.message_log) if "generation_logprobs" in m), len(self.message_log))
         return [*self.chat["messages"], *self.turns[first:]]
+
+
+def _spans_of_steps(
+    turn: tuple[int, int], reward: float, steps: Sequence[tuple[int, float]]
+) -> list[tuple[tuple[int, int], float]]:
+    """Return span and reward of each step of a turn. Steps that end with the same token are one step."""
+    start, end_of_turn = turn
+    sums: dict[int, float] = {}
+    for end, value in steps:
+        sums[start + end] = sums.get(start + end, 0.0) + value
+    bounds = [start, *list(sums)[:-1], end_of_turn]
+    *earlier, _ = sums.values()
+    return list(zip(pairwise(bounds), [*earlier, reward - sum(earlier)], strict=True))
 
 
 @dataclass

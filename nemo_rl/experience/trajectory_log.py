@@ -137,6 +137,7 @@ def _describe(trajectory: Trajectory) -> dict[str, Any]:
         "content": with_texts(messages_of(trajectory)),
         "rewards": trajectory.reward,
         "turn_rewards": trajectory.turn_rewards,
+        "step_rewards": trajectory.step_rewards,
         "reward_components": trajectory.reward_components,
         "penalized_reward": trajectory.penalized_reward,
         "penalties": trajectory.penalties,

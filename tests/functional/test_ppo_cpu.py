@@ -1,10 +1,17 @@
 """PPO with a critic end to end on the CPU: it learns, its options work together, and it resumes bit for bit."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from example_runs import StartExample, finished, killed_and_resumed, read_metrics
+import torch
+from example_runs import REPOSITORY, StartExample, finished, killed_and_resumed, read_metrics
 from ppo_runs import CONFIG, SCRIPT, SMALL_HF
+from transformers import AutoTokenizer
+
+from nemo_rl.models.huggingface.load import load_scoring_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -53,3 +60,44 @@ def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path:
     overrides = (*SMALL_HF, "ppo.max_num_steps=8", "ppo.val_period=8", "checkpointing.save_period=4")
     metrics = killed_and_resumed(start_example, SCRIPT, CONFIG, overrides, tmp_path, steps=8)
     assert len({metrics["train", step, "critic/loss"] for step in range(1, 9)}) == 8
+
+
+LORA = "{enabled: true, dim: 8, alpha: 16}"
+
+
+@pytest.fixture
+def reward_model(tmp_path: Path) -> Path:
+    """A reward model with one score and a head of random numbers."""
+    model = load_scoring_model(str(REPOSITORY / "examples/assets/tiny-chat"))
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    model.save_pretrained(tmp_path / "rm")
+    AutoTokenizer.from_pretrained(REPOSITORY / "examples/assets/tiny-chat").save_pretrained(tmp_path / "rm")
+    return tmp_path / "rm"
+
+
+@pytest.mark.long
+def test_adapters_a_reward_model_as_critic_and_rewards_of_steps_resume_bit_for_bit(
+    reward_model: Path, start_example: StartExample, tmp_path: Path
+) -> None:
+    shutil.copy(Path(__file__).with_name("rewarded_steps.py"), tmp_path)
+    own = "rewarded_steps.RewardedSteps"
+    overrides = (
+        *(*SMALL_HF, "ppo.max_num_steps=8", "ppo.val_period=0", "ppo.val_at_end=false", "checkpointing.save_period=4"),
+        *(f"policy.dtensor_cfg.lora_cfg={LORA}", f"value.dtensor_cfg.lora_cfg={LORA}"),
+        *(f"value.model_name={reward_model}", "ppo.overlap.mode=ahead", "ppo.reward_scaling.enabled=false"),
+        "ppo.adv_estimator.gae_lambda_value=1.0",
+        *(f"data.default.env_name={own}", f"++env={{{own}: {{}}}}"),
+    )
+    metrics = killed_and_resumed(start_example, SCRIPT, CONFIG, overrides, tmp_path, steps=8)
+    assert all(metrics["train", step, "critic/grad_norm"] > 0 for step in range(1, 9))
+    files = sorted((tmp_path / "logs").rglob("train_data_step*.jsonl"))
+    samples = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert max(len(sample["step_rewards"][0]) for sample in samples) > 2
+    for sample in samples:
+        _check_returns(sample)
+
+
+def _check_returns(sample: dict[str, Any]) -> None:
+    """Compare the return of the first token, with gamma and lambda 1, with the reward of the sample."""
+    first = sample["token_loss_mask"].index(1)
+    assert sample["returns"][first] == pytest.approx(sample["rewards"], abs=1e-4)

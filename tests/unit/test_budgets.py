@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 104_900, "all": 136_100}
+LINES = {"core": 105_000, "all": 136_500}
 FILES = {"core": 575, "all": 770}
 FOLDERS = 95
 SHORT_FILES = 49

@@ -30,14 +30,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 sys.path.insert(0, str(ROOT / "tools"))
 from tiny_models import make_char_tokenizer  # noqa: E402
 
+from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.kto import KTOPreparation
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.teaching.projection import shared_tokens
 from nemo_rl.algorithms.teaching.span_scores import SameTokens, SpanTeacher, TokenComparison
-from nemo_rl.config import DistillationLossConfig
+from nemo_rl.config import ClippedPGLossConfig, DistillationLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK, topk_of
 from nemo_rl.losses.cross_tokenizer import CrossTokenizerLossFn
+from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import (
     CentredMargin,
     DPOLossConfig,
@@ -55,6 +57,8 @@ VOCABULARY = 264
 NOISE = 0.2
 NUM_PAIRS = 8
 TOLERANCE = 1e-5
+WITHOUT_RATIO = {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0}
+"""The loss is the advantage times the log-probability, as TRL's; with a ratio only its gradient is the same."""
 Row = dict[str, Any]
 Batch = BatchedDataDict[Any]
 Result = tuple[Tensor, PreTrainedModel]
@@ -138,12 +142,33 @@ class Side:
     def on_distributions(self, loss_fn: DistillationLossFn, rows: list[Row]) -> Result:
         """Compute distillation from the reference, with the whole vocabulary as its top-k."""
         batch = chosen_batch(rows)
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": attention_mask(batch)}
         model = self.language_model()
         with torch.no_grad():
-            teacher = torch.log_softmax(self._reference(**inputs).logits[:, :-1], dim=-1)
-        student = torch.log_softmax(model(**inputs).logits[:, :-1], dim=-1)
-        return loss_fn(student, teacher, None, data=batch, **denominators(batch))[0], model
+            teacher = distributions(self._reference, batch)
+        return loss_fn(distributions(model, batch), teacher, None, data=batch, **denominators(batch))[0], model
+
+    def with_hints(self, loss_fn: Any, rows: list[Row]) -> Result:
+        """Compute self-distillation: the teacher is the policy, which reads the rejected answer before the prompt."""
+        batch, model = chosen_batch(rows), self.language_model()
+        hinted = make_batch([row["rejected"] + row["prompt"] for row in rows], [row["chosen"] for row in rows])
+        length = len(rows[0]["rejected"])
+        if isinstance(loss_fn, DistillationLossFn):
+            with torch.no_grad():
+                teacher = distributions(model, hinted)[:, length:]
+            return loss_fn(distributions(model, batch), teacher, None, data=batch, **denominators(batch))[0], model
+        logprobs = self.logprobs(model, batch)
+        with torch.no_grad():
+            scores = {
+                "logprobs_teacher": self.logprobs(model, hinted)[:, length:],
+                "logprobs_policy": logprobs.detach(),
+            }
+        of_tokens: Any = {name: torch.nn.functional.pad(each, (1, 0)) for name, each in scores.items()}
+        estimator = make_advantage_estimator(GRPOConfig.build(adv_estimator={"name": "opd"}), loss_fn.cfg)
+        batch["advantages"] = estimator.compute_advantage(
+            None, torch.zeros(len(rows)), batch["token_mask"], **of_tokens
+        )
+        batch["prev_logprobs"] = batch["generation_logprobs"] = of_tokens["logprobs_policy"]
+        return call(loss_fn, logprobs, batch), model
 
     def on_outcomes(self, loss_fn: CrossTokenizerLossFn, rows: list[Row], teacher: str = "reference") -> Result:
         """Compute distillation over two vocabularies, which are compared as a whole.
@@ -238,6 +263,17 @@ def _dpo(name: str, options: dict[str, Any], loss_fn: DPOLossFn, rows: str = "pa
     return Case(name, "DPOTrainer", {"beta": BETA} | options, Side.on_logprobs, loss_fn, rows, note)
 
 
+def _sdpo(name: str, mode: str, alpha: float, loss: Any) -> Case:
+    options = {"distillation_mode": mode, "distillation_alpha": alpha}
+    note = "the teacher is the policy with a hint; answers of equal length: TRL weights answers equally"
+    return Case(f"self-distillation, {name}", "SDPOTrainer", options, Side.with_hints, loss, "equal", note)
+
+
+def divergence(kind: str, weight: float = 0.5) -> DistillationLossFn:
+    """Return a loss over the vocabulary."""
+    return DistillationLossFn(DistillationLossConfig.build(kl_type=kind, mixed_kl_weight=weight))
+
+
 CASES = [
     Case("SFT", "SFTTrainer", {}, Side.on_logprobs, NLLLossFn()),
     _dpo("DPO sigmoid", {"loss_type": ["sigmoid"]}, dpo_loss("sigmoid")),
@@ -319,7 +355,17 @@ CASES = [
     _gold("GOLD, reverse KL of shared tokens", 1.0, 1.0, gold_loss("reverse")),
     _gold("GOLD, Jensen-Shannon 0.3", 1.0, 0.3, gold_loss("jensen_shannon", mixed_kl_weight=0.3)),
     _gold("GOLD, sorted tokens of one side", 0.0, 0.0, gold_loss(kl_loss_weight=0.0), teacher="other"),
+    _sdpo("sampled tokens", "sampled_token", 1.0, ClippedPGLossFn(ClippedPGLossConfig.build(**WITHOUT_RATIO))),
+    _sdpo("forward KL", "full_logits", 0.0, divergence("forward")),
+    _sdpo("reverse KL", "full_logits", 1.0, divergence("reverse")),
+    _sdpo("Jensen-Shannon 0.3", "full_logits", 0.3, divergence("jensen_shannon", 0.3)),
 ]
+
+
+def distributions(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return the log-probabilities of all tokens at positions 1..T-1, `[B, T-1, V]`."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=attention_mask(batch)).logits
+    return torch.log_softmax(logits[:, :-1], dim=-1)
 
 
 def attention_mask(batch: Batch) -> Tensor:

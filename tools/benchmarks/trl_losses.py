@@ -31,6 +31,10 @@ from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gold import GOLDConfig
 from trl.experimental.gold.gold_trainer import ULDLoss
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.sdpo.loss_utils import (
+    compute_full_logit_self_distillation_loss,
+    compute_sampled_token_self_distillation_loss,
+)
 
 Row = dict[str, Any]
 IGNORED = -100
@@ -198,6 +202,29 @@ def gold(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, 
     return loss(model(**inputs).logits, teacher_logits, *tokens), model
 
 
+def sdpo(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
+    """Compute the loss of SDPO's self-distillation: the teacher is the policy, which reads a hint before the prompt.
+
+    Answers have one length. The hint is the rejected answer.
+    """
+    model = side.language_model("policy")
+    answers = torch.tensor([row["chosen"] for row in rows])
+    with torch.no_grad():
+        teacher = torch.stack([_predictions(model, row["rejected"] + row["prompt"], row["chosen"]) for row in rows])
+    student = torch.stack([_predictions(model, row["prompt"], row["chosen"]) for row in rows])
+    alpha = options["distillation_alpha"]
+    if options["distillation_mode"] == "sampled_token":
+        loss = compute_sampled_token_self_distillation_loss(student, teacher, answers, distillation_alpha=alpha)
+    else:
+        loss = compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=alpha)
+    return loss.mean(-1).mean(), model
+
+
+def _predictions(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> Tensor:
+    """Return the logits that predict each token of an answer, `[T, V]`."""
+    return model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+
+
 TRAINERS: dict[str, Callable[..., tuple[Tensor, PreTrainedModel]]] = {
     "SFTTrainer": sft,
     "DPOTrainer": dpo,
@@ -207,6 +234,7 @@ TRAINERS: dict[str, Callable[..., tuple[Tensor, PreTrainedModel]]] = {
     "ORPOTrainer": orpo,
     "GKDTrainer": gkd,
     "ULDLoss": gold,
+    "SDPOTrainer": sdpo,
 }
 
 

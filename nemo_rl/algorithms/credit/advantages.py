@@ -44,6 +44,8 @@ class AdvantageExtras(TypedDict, total=False):
     turn_rewards: Tensor  # [B, N] float64, environment's reward of each response turn; 0 after the last turn
     total_rewards: Tensor  # [B] float64, `rewards` before they were rounded to float32
     turn_spans: Tensor  # [B, N, 2] int64, first token and end of each response turn in the row; 0 after the last turn
+    step_rewards: Tensor  # [B, S] float64, reward of each step, or of a turn without steps; if any turn has steps
+    step_spans: Tensor  # [B, S, 2] int64, first token and end of each step, or of a turn without steps
     logprobs_policy: Tensor  # [B, T]
     logprobs_reference: Tensor  # [B, T]
     logprobs_teacher: Tensor  # [B, T], of the teacher of each sample; in runs with teachers
@@ -150,17 +152,12 @@ class PerTurnAdvantageEstimator:
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """Compute advantages, which require `turn_rewards` and `turn_spans` (`AdvantageEstimator.compute_advantage`).
+        """Compute advantages, which require rewards and spans of turns or steps (`AdvantageEstimator`).
 
         Raises:
-            DataError: `turn_rewards` or `turn_spans` was not given.
+            DataError: The rewards or spans were not given.
         """
-        if "turn_rewards" not in extras or "turn_spans" not in extras:
-            raise DataError(
-                f"grpo.adv_estimator.credit={self.credit} needs turn_rewards [B, N] and turn_spans [B, N, 2]; "
-                "they were not given."
-            )
-        spans, turn_rewards_BN = extras["turn_spans"], extras["turn_rewards"]
+        turn_rewards_BN, spans = self._rewarded(extras)
         if spans.shape[1] == 0:  # no sample has a turn
             return torch.zeros(mask.shape, dtype=rewards.dtype)
         group_ids_B, valid_B = _groups(prompt_ids, rewards, extras)
@@ -177,6 +174,22 @@ class PerTurnAdvantageEstimator:
             std_over_batch=self.inner.std_over_batch,
         )
         return per_token_of_turns(advantage_BN, spans, mask, rewards.dtype)
+
+    def _rewarded(self, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:
+        """Return rewards `[B, N]` and spans `[B, N, 2]` of what gets credit: turns, or steps."""
+        if self.credit != "step_rewards":
+            if "turn_rewards" in extras and "turn_spans" in extras:
+                return extras["turn_rewards"], extras["turn_spans"]
+            raise DataError(
+                f"grpo.adv_estimator.credit={self.credit} needs turn_rewards [B, N] and turn_spans [B, N, 2]; "
+                "they were not given."
+            )
+        if "step_rewards" in extras and "step_spans" in extras:
+            return extras["step_rewards"], extras["step_spans"]
+        raise DataError(
+            "grpo.adv_estimator.credit=step_rewards needs rewards of steps, and no sample of this step of training has "
+            "any. Use an environment that gives them, such as env.reward_model with step_reward=each."
+        )
 
 
 class GDPOAdvantageEstimator:

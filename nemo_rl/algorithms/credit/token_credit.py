@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_rl.algorithms.credit.group_statistics import sample_std_with_floor, spread, whiten
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
 from nemo_rl.algorithms.credit.reward_shaping import slope, training_rewards
-from nemo_rl.algorithms.credit.turns import last_token_of_turns, padded
+from nemo_rl.algorithms.credit.turns import last_token_of_turns, padded_rewards
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import ClippedPGLossConfig, PPOAdvantageConfig, PPOConfig
 from nemo_rl.experience.trajectory import Trajectory, is_right
@@ -278,14 +278,12 @@ class TokenCredit:
     def _turn_rewards(
         self, trajectories: Sequence[Trajectory], rewards_B: Tensor, tokens: CountedTokens, mask_BT: Tensor
     ) -> Tensor:
-        """Return the reward of each token, `[B, N]` float64, with a turn's reward at its last token.
+        """Return the reward of each token, `[B, N]` float64, with the reward of a turn or step at its last token.
 
-        The last token of a sample gets the rest of `rewards_B`: the reward of the last turn, the rewards of turns
-        without a token that counts, and the part of the reward that belongs to no turn.
+        The last token of a sample gets the rest of `rewards_B`: the reward of the last turn or step, the rewards of
+        turns without a token that counts, and the part of the reward that belongs to no turn.
         """
-        spans = padded([t.turn_spans for t in trajectories], (0, 0), torch.int64)
-        earned_BM = padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float64)
-        earned_BM = torch.nn.functional.pad(earned_BM, (0, spans.shape[1] - earned_BM.shape[1]))
+        spans, earned_BM = padded_rewards(trajectories)
         token_BM = last_token_of_turns(spans, mask_BT)
         is_before_BM = (token_BM >= 0) & (token_BM < tokens.lengths_B[:, None] - 1)
         earned_BM = torch.where(is_before_BM, earned_BM * slope(self._config.reward_scaling), 0.0)

@@ -6,12 +6,14 @@
     turn_rewards    the reward of each turn compared with the rewards of the group at the same turn, `a_m = (r_m -
                     mean(r)) / std(r)`; a turn gets `sum over m >= n of discount^(m - n) * a_m`: MT-GRPO (arXiv
                     2505.11821), whose first turn gets its own result plus that of the outcome, for any number of turns
+    step_rewards    as turn_rewards, for steps in place of turns, and compared with the rewards of all steps of the
+                    group: process supervision with GRPO (arXiv 2402.03300, section 4.1.3)
 
-Both compare by `group_statistics.group_advantage`, whose arguments say whether the baseline includes the sample itself
+All compare by `group_statistics.group_advantage`, whose arguments say whether the baseline includes the sample itself
 and whether the difference is divided by the deviation. Invariant: only turns that a sample has enter a statistic, so a
 group's later turns are compared among the samples that reached them.
 
-Legend: `B` samples, `T` tokens, `N` response turns of the sample with the most turns.
+Legend: `B` samples, `T` tokens, `N` response turns (or steps) of the sample with the most of them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from torch import Tensor
 from nemo_rl.algorithms.credit.group_statistics import EQUAL_SPREAD, group_advantage
 from nemo_rl.experience.trajectory import Trajectory
 
-type TurnCredit = Literal["turn_returns", "turn_rewards"]
+type TurnCredit = Literal["turn_returns", "turn_rewards", "step_rewards"]
 
 
 def turn_advantage(
@@ -44,7 +46,7 @@ def turn_advantage(
         turn_rewards_BN: `[B, N]` float.
         has_turn_BN: `[B, N]` bool, False also for all turns of samples that are left out of all statistics.
         group_ids_B: `[B]` int64; rows with equal ids are answers to one prompt.
-        credit: Which of the two formulas of this module is used.
+        credit: Which formula of this module is used.
         discount: Factor for each turn between a reward and the turn that gets it, from 0 to 1.
         leave_one_out: As in `group_advantage`.
         normalize: As in `group_advantage`.
@@ -55,17 +57,19 @@ def turn_advantage(
     if credit == "turn_returns":
         compared_BN, magnitudes_BN = _discounted_sums(rewards_BN, discount), _discounted_sums(magnitudes_BN, discount)
     num_turns = rewards_BN.shape[1]
-    same_turn_BN = torch.unique(group_ids_B, return_inverse=True)[1][:, None] * num_turns + torch.arange(num_turns)
+    alike_BN = group_ids_B[:, None].expand(-1, num_turns)
+    if credit != "step_rewards":
+        alike_BN = torch.unique(group_ids_B, return_inverse=True)[1][:, None] * num_turns + torch.arange(num_turns)
     advantage_BN = group_advantage(
         compared_BN.flatten(),
-        same_turn_BN.flatten(),
+        alike_BN.flatten(),
         has_turn_BN.flatten(),
         leave_one_out=leave_one_out,
         normalize=normalize,
         std_over_batch=std_over_batch,
         magnitudes_B=magnitudes_BN.flatten(),
     ).view_as(rewards_BN)
-    if credit == "turn_rewards":
+    if credit != "turn_returns":
         advantage_BN = _discounted_sums(advantage_BN, discount)
     return torch.where(has_turn_BN, advantage_BN, 0.0)
 
@@ -129,6 +133,13 @@ def padded(rows: Sequence[Sequence[Any]], filler: Any, dtype: torch.dtype) -> Te
     longest = max(len(row) for row in rows)
     values = torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows], dtype=dtype)
     return values.reshape(len(rows), longest, *np.shape(filler))
+
+
+def padded_rewards(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
+    """Return spans `[B, N, 2]` int64 and rewards `[B, N]` float64 of all steps, and of turns without steps."""
+    parts = [trajectory.rewarded_spans for trajectory in trajectories]
+    spans = padded([[span for span, _ in own] for own in parts], (0, 0), torch.int64)
+    return spans, padded([[reward for _, reward in own] for own in parts], 0.0, torch.float64)
 
 
 def _discounted_sums(values_BN: Tensor, discount: float) -> Tensor:

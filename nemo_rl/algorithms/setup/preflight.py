@@ -10,6 +10,7 @@ from nemo_rl.config import (
     ClusterConfig,
     EvalMasterConfig,
     MasterConfig,
+    PolicyConfig,
     Role,
     RolloutMasterConfig,
     RunConfig,
@@ -17,21 +18,42 @@ from nemo_rl.config import (
     model_ranks,
     report_findings,
 )
+from nemo_rl.utils.errors import ConfigError
 
 
 def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
-    """Check with each model's training backend that the model can be divided over its ranks.
+    """Check the output head of each model, and with its training backend that it can be divided over its ranks.
 
     Args:
         models: The models of the run, including the policy.
 
     Raises:
-        ConfigError: A model does not fit its mesh.
+        ConfigError: A model does not fit its mesh, or has the head for another purpose.
     """
     from nemo_rl.models.training.backends import training_backend
 
     for name, num_ranks in model_ranks(cluster, models).items():
+        _check_head(models[name].section, name)
         training_backend(models[name].section).check(models[name].section, num_ranks, name)
+
+
+def _check_head(section: PolicyConfig, name: str) -> None:
+    """Check that a model with a trained head for scores has a head with that number of scores.
+
+    Raises:
+        ConfigError: The model has another number of scores, or is used as a language model.
+    """
+    from nemo_rl.models.huggingface.comparison import is_classifier
+    from nemo_rl.models.huggingface.load import describe_scores, load_model_config
+
+    model = load_model_config(section.model_name, section.hf_config_overrides, name)
+    if section.reward_model_cfg.enabled:
+        describe_scores(model, section.reward_model_cfg.attributes, name)
+    elif is_classifier(model):
+        raise ConfigError(
+            f"{name}.model_name={section.model_name!r} is a sequence classifier (a reward model), which has scores in "
+            f"place of next tokens. Name a language model in {name}.model_name."
+        )
 
 
 def check_added_models(config: MasterConfig, models: Mapping[str, Role]) -> None:

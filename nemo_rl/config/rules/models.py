@@ -16,6 +16,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.engines import check_invariant_gradients
 from nemo_rl.config.rules.megatron import check_megatron, check_megatron_schedule
 from nemo_rl.config.rules.topology import Role, divide_cluster, model_ranks, parallel_sizes, without_devices
+from nemo_rl.config.schema.agents import NEMO_GYM
 from nemo_rl.config.schema.algorithms.distillation import DistillationLossConfig, TeacherConfig
 from nemo_rl.config.schema.algorithms.grpo import BUILT_IN_ESTIMATORS, GRPOConfig
 from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig, SelfDistillationConfig
@@ -329,6 +330,25 @@ def check_teachers(
         )
     if uses:
         yield from _check_scores_of_teachers(grpo, policy)
+
+
+def check_routes(
+    given: OnPolicyDistillationConfig, teachers: Mapping[str, TeacherConfig], used: Iterable[str | None]
+) -> Findings:
+    """Check that samples of each environment have a teacher. Samples of NeMo Gym may have that of their agent.
+
+    Args:
+        used: names of environments that data has.
+    """
+    known = given.routes(teachers)
+    if not known or (given.default_teacher_alias is not None and not given.strict_agent_name_match):
+        return
+    for name in sorted({name for name in used if name} - known.keys() - {NEMO_GYM}):
+        yield (
+            f"on_policy_distillation has no teacher for env_name={name} of the data; there are teachers for "
+            f"{', '.join(known)}. Add it to on_policy_distillation.teacher_model_by_agent_name, or set "
+            "on_policy_distillation.default_teacher_alias (and strict_agent_name_match=false)."
+        )
 
 
 def _check_names_of_teachers(given: OnPolicyDistillationConfig, teachers: Mapping[str, TeacherConfig]) -> Findings:

@@ -57,6 +57,23 @@ def check_agents(environments: Mapping[str, Any], grpo: GRPOConfig, cluster: Clu
         )
 
 
+def check_step_credit(environments: Mapping[str, Any], used: Collection[str | None], grpo: GRPOConfig) -> Findings:
+    """Check that an environment of the data gives rewards of steps, if they get credit.
+
+    Args:
+        environments: the section `env`.
+        used: names of environments that data has. The user's own environments may give rewards of steps.
+    """
+    sections = [environments.get(name or "") for name in used]
+    gives = any(not isinstance(each, Section) or getattr(each, "step_reward", None) == "each" for each in sections)
+    if grpo.adv_estimator.credit == "step_rewards" and not gives:
+        yield (
+            "grpo.adv_estimator.credit=step_rewards, but no environment of the data gives rewards of steps. Set "
+            "env.reward_model.step_reward=each with a process reward model, use an environment of your own, or set "
+            "credit=episode."
+        )
+
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _OF_A_BUDGET = ("over_budget_penalty", "over_budget_tokens")
 

@@ -308,6 +308,20 @@ def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
     if estimator.kl_to_go and not loss.use_kl_in_reward:
         yield "grpo.adv_estimator.kl_to_go=true only works with loss_fn.use_kl_in_reward=true."
     yield from _check_turn_credit(grpo)
+    yield from _check_one_ratio(grpo, loss)
+
+
+def _check_one_ratio(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
+    """Refuse one ratio per sequence for advantages that differ between tokens, because it would average them."""
+    one_ratio = loss.sequence_level_importance_ratios and not (loss.force_on_policy_ratio or loss.disable_ppo_ratio)
+    estimator = grpo.adv_estimator
+    differs = {"name=opd": estimator.name == "opd", "credit=step_rewards": estimator.credit == "step_rewards"}
+    for key in (key for key, holds in differs.items() if one_ratio and holds):
+        yield (
+            "loss_fn.sequence_level_importance_ratios=true (GSPO) gives every answer one ratio, so that only the mean "
+            f"of its advantages would count, but grpo.adv_estimator.{key} gives tokens their own. Set "
+            "loss_fn.sequence_level_importance_ratios=false."
+        )
 
 
 def _check_turn_credit(grpo: GRPOConfig) -> Findings:
@@ -317,7 +331,7 @@ def _check_turn_credit(grpo: GRPOConfig) -> Findings:
         if estimator.turn_discount != 1.0:
             yield (
                 f"grpo.adv_estimator.turn_discount={estimator.turn_discount:g} only works with "
-                "grpo.adv_estimator.credit=turn_returns or turn_rewards, got episode."
+                "grpo.adv_estimator.credit=turn_returns, turn_rewards or step_rewards, got episode."
             )
         return
     key = f"grpo.adv_estimator.credit={estimator.credit}"
@@ -327,6 +341,12 @@ def _check_turn_credit(grpo: GRPOConfig) -> Findings:
         yield (
             f"{key} uses the rewards of turns, which grpo.reward_scaling does not change. Set "
             "grpo.reward_scaling.enabled=false, and scale the rewards in the environment."
+        )
+    leaves_one_out = estimator.name == "rloo" or (estimator.name == "grpo" and estimator.use_leave_one_out_baseline)
+    if estimator.credit == "step_rewards" and leaves_one_out:
+        yield (
+            f"{key} compares each step with all steps of the group, also with those of its own sample. Set "
+            "grpo.use_leave_one_out_baseline=false, and grpo.adv_estimator.name=grpo or dr_grpo."
         )
 
 

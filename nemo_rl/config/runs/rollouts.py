@@ -17,6 +17,7 @@ from nemo_rl.config.rules.models import (
     check_judges,
     check_other_tokenizers,
     check_placements,
+    check_routes,
     check_second_models,
     check_teacher,
     check_teachers,
@@ -31,6 +32,7 @@ from nemo_rl.config.rules.rewards import (
     check_nemo_gym,
     check_ppo,
     check_reward_penalties,
+    check_step_credit,
     check_value,
     left_by_gym,
     unused_environments,
@@ -204,11 +206,8 @@ class RolloutMasterConfig(MasterConfig):
     def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
         """Yield unused environments, an endpoint that no program calls, and keys of a validation that never runs."""
         if not self.data.has_user_data:
-            used, names = (
-                {name for _, name in self.env_entries()},
-                [f"{place}.env_name" for place, _ in self.env_entries()],
-            )
-            yield from unused_environments(self.env, used, [*names, f"{INHERITED}.env_name"])
+            names = [f"{place}.env_name" for place, _ in self.env_entries()]
+            yield from unused_environments(self.env, self._used_environments, [*names, f"{INHERITED}.env_name"])
         algorithm = self.algorithm
         name = next(name for name, section in self.items() if section is algorithm)
         switches = [key for key in ("val_period", "val_at_start", "val_at_end") if key in algorithm]
@@ -231,9 +230,14 @@ class RolloutMasterConfig(MasterConfig):
         yield from super().findings()
         yield from check_judges(self.judges, self.cluster)
         if not self.data.has_user_data:  # environments of user data are unknown
-            used, generation = {name for _, name in self.env_entries()}, self.policy.generation
+            used, generation = self._used_environments, self.policy.generation
             yield from check_nemo_gym(self.env, used, self.cluster)
             yield from check_http_server(self.generation_key, generation, self.env, used)
+
+    @property
+    def _used_environments(self) -> set[str | None]:
+        """Return the names of the environments of the data."""
+        return {name for _, name in self.env_entries()}
 
     @property
     @override
@@ -359,10 +363,18 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
             check_one_overlap(self.grpo, self.async_rl),
             check_advantages(self.grpo, self.loss_fn),
             check_agents(self.env, self.grpo, self.cluster),
+            () if self.data.has_user_data else self._environment_findings(),
             check_reward_penalties(self.reward_penalties),
             check_effort_levels(self.effort_levels, self.grpo),
             check_teachers(self.on_policy_distillation, self.teachers, self.grpo, self.policy),
         )
+
+    def _environment_findings(self) -> Findings:
+        """Check what environments of the data give, and who scores their samples."""
+        yield from check_step_credit(self.env, self._used_environments, self.grpo)
+        if self.grpo.adv_estimator.name == "opd" and not self.on_policy_distillation.learns_from_itself:
+            trained = {entry.env_name for place, entry in named_entries(self.data) if place.startswith("data.train")}
+            yield from check_routes(self.on_policy_distillation, self.teachers, trained)
 
 
 class PPOCheckpointingConfig(CheckpointingConfig):

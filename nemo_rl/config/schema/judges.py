@@ -216,9 +216,9 @@ class RewardModelEnvironmentConfig(Section):
     weight. Each term is a reward component with the name of the score (grpo.adv_estimator.name=gdpo)."""
     step_separator: Annotated[StepSeparator, _OF_STEPS] = "\n"
     """Text that ends a step of the answer, as rm.step_separator in training."""
-    step_reward: Annotated[Literal["min", "mean", "product", "last"], _OF_STEPS] = "min"
+    step_reward: Annotated[Literal["min", "mean", "product", "last", "each"], _OF_STEPS] = "min"
     """The reward of an answer from the probabilities that its steps are right: the smallest, their mean, their product,
-    or that of the last step."""
+    or that of the last step. each: each step has its own, and the answer their sum (grpo.adv_estimator.credit)."""
     hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
     """Fields of the Hugging Face model config to change."""
     trust_remote_code: bool = False

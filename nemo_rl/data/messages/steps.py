@@ -8,11 +8,14 @@ training and in the environment, and the tokens of a step do not depend on later
 One padding token follows the last step, because the score after a token belongs to the place of the next token.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from nemo_rl.data.interfaces import (
@@ -40,6 +43,35 @@ def split_steps(answer: str, separator: str) -> list[str]:
         ['7+5=12', '30+80=110']
     """
     return [step for step in answer.split(separator) if step.strip()]
+
+
+def ends_of_step_texts(answer: str, separator: str) -> list[int]:
+    r"""Return the position after each step of `split_steps` and its separator. The last step ends with the answer.
+
+    Example:
+        >>> ends_of_step_texts("7+5=12\n\n30+80=110\n", "\n")
+        [7, 18]
+    """
+    parts = answer.split(separator)
+    after = accumulate(len(part) + len(separator) for part in parts)
+    ends = [end for part, end in zip(parts, after, strict=True) if part.strip()]
+    return [*ends[:-1], len(answer)] if ends else []
+
+
+def num_tokens_until(ends: Sequence[int], token_ids: Sequence[int], tokenizer: TokenizerType) -> list[int]:
+    """Return the number of tokens up to each position of their text, including the token that spans the position.
+
+    Args:
+        ends: Positions in the text of the tokens without special tokens, in increasing order.
+        token_ids: Tokens of one turn.
+        tokenizer: A fast tokenizer.
+    """
+    stream, num_characters = DecodeStream(skip_special_tokens=True), 0
+    lengths = []
+    for token in token_ids:
+        num_characters += len(stream.step(tokenizer.backend_tokenizer, token) or "")
+        lengths.append(num_characters)
+    return [min(bisect_left(lengths, end) + 1, len(lengths)) for end in ends]
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
             metadata: B items, which are returned unchanged.
         """
         (conversation,) = message_log_batch
-        reward, error = await self._reward(conversation)
+        reward, step_rewards, error = await self._reward(conversation)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}],
             metadata=metadata,
@@ -80,18 +80,21 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
             else _column(reward),
             terminateds=torch.ones(1, dtype=torch.bool),
             errors=[error],
+            step_rewards=None if step_rewards is None else [step_rewards],
         )
 
-    async def _reward(self, conversation: "LLMMessageLogType") -> tuple[float | dict[str, float], str | None]:
-        """Return the reward, or a reward for each component, with None, or no reward with the reason."""
+    async def _reward(
+        self, conversation: "LLMMessageLogType"
+    ) -> tuple[float | dict[str, float], list[tuple[int, float]] | None, str | None]:
+        """Return the reward (or one for each component), those of steps, and None or the reason for no reward."""
         try:
             row = self._form.row_of(conversation)
         except DataError as error:
-            return self._form.no_reward, f"the reward model cannot read the conversation: {error}"
+            return self._form.no_reward, None, f"the reward model cannot read the conversation: {error}"
         score = await self._passes.score(row)
         if not all(map(math.isfinite, score if isinstance(score, list) else [score])):
-            return self._form.no_reward, f"the reward model gave the score {score}"
-        return self._form.reward(score), None
+            return self._form.no_reward, None, f"the reward model gave the score {score}"
+        return self._form.reward(score), self._form.step_rewards(conversation, score), None
 
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"

@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import template_message
-from nemo_rl.data.messages.steps import StepForm, ends_of_steps, split_steps
+from nemo_rl.data.messages.steps import StepForm, ends_of_step_texts, ends_of_steps, split_steps
 from nemo_rl.kits.judges.scoring_ranks import ConversationTokens, ScoringRanks, StepRow
 from nemo_rl.utils.errors import ConfigError, DataError, did_you_mean
 
@@ -48,6 +48,9 @@ class ScoreForm(Protocol):
     def reward(self, score: Any) -> float | dict[str, float]:
         """Return the reward of finite scores, or a reward for each component."""
 
+    def step_rewards(self, conversation: "LLMMessageLogType", score: Any) -> list[tuple[int, float]] | None:
+        """Return end and reward of each step of the answer, or None (`EnvironmentReturn.step_rewards`)."""
+
 
 @dataclass(frozen=True)
 class SingleScore:
@@ -68,6 +71,9 @@ class SingleScore:
     def reward(self, score: float) -> float:
         """Return the score."""
         return score
+
+    def step_rewards(self, conversation: "LLMMessageLogType", score: float) -> None:
+        """Return None: the score is that of the whole answer."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,9 @@ class AttributeScores:
         named = zip(self.weights.items(), self.places, strict=True)
         return {name: weight * score[place] for (name, weight), place in named}
 
+    def step_rewards(self, conversation: "LLMMessageLogType", score: list[float]) -> None:
+        """Return None: the scores are those of the whole answer."""
+
 
 @dataclass(frozen=True)
 class StepScores:
@@ -129,9 +138,19 @@ class StepScores:
         return ranks.step_scores(rows)
 
     def reward(self, score: list[float]) -> float:
-        """Return a number from 0 to 1."""
-        probabilities = torch.tensor(score, dtype=torch.float64).sigmoid().tolist()
-        return _STEP_REWARDS[self.step_reward](probabilities)
+        """Return a number from 0 to 1, or with `each` the sum of the probabilities."""
+        return _STEP_REWARDS[self.step_reward](_probabilities(score))
+
+    def step_rewards(self, conversation: "LLMMessageLogType", score: list[float]) -> list[tuple[int, float]] | None:
+        """Return each step's probability with `each`, otherwise None (`ScoreForm.step_rewards`)."""
+        if self.step_reward != "each":
+            return None
+        ends = ends_of_step_texts(template_message(conversation[-1])["content"], self.form.separator)
+        return list(zip(ends, _probabilities(score), strict=True))
+
+
+def _probabilities(scores: Sequence[float]) -> list[float]:
+    return torch.tensor(scores, dtype=torch.float64).sigmoid().tolist()
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -147,6 +166,7 @@ _STEP_REWARDS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": _mean,
     "product": math.prod,
     "last": _last,
+    "each": sum,
 }
 
 

@@ -158,11 +158,12 @@ def load_scoring_model(
     return model.eval()
 
 
-def describe_scores(config: PretrainedConfig, attributes: Sequence[str] = ()) -> None:
+def describe_scores(config: PretrainedConfig, attributes: Sequence[str] = (), section: str = "policy") -> None:
     """Write the scores of a sequence classifier into its configuration, in place, as its labels.
 
     Args:
         attributes: names of the scores. If empty, the classifier has one score without a name.
+        section: section of the model, for messages.
 
     Raises:
         ConfigError: the configuration is that of a classifier with another number of scores.
@@ -170,9 +171,9 @@ def describe_scores(config: PretrainedConfig, attributes: Sequence[str] = ()) ->
     num_scores = len(attributes) or 1
     if is_classifier(config) and config.num_labels != num_scores:
         raise ConfigError(
-            f"{config.name_or_path} is a sequence classifier with {config.num_labels} scores "
+            f"{section}.model_name={config.name_or_path!r} is a sequence classifier with {config.num_labels} scores "
             f"({', '.join(names_of_scores(config))}), but a model with {num_scores} is wanted. Name another model, "
-            "or those scores in policy.reward_model_cfg.attributes; a critic has one score."
+            "or those scores in policy.reward_model_cfg.attributes; a critic (value) has one score."
         )
     if not attributes:
         config.num_labels = 1

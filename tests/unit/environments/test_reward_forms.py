@@ -93,11 +93,22 @@ def test_a_reward_of_several_scores_is_their_weighted_sum_in_parts(scores, token
     assert form.no_reward == {"verbosity": 0.0, "helpfulness": 0.0}
 
 
-@pytest.mark.parametrize(("kind", "want"), [("min", 0.2), ("mean", 0.5), ("product", 0.08), ("last", 0.5)])
+@pytest.mark.parametrize(
+    ("kind", "want"), [("min", 0.2), ("mean", 0.5), ("product", 0.08), ("last", 0.5), ("each", 1.5)]
+)
 def test_a_reward_of_steps_is_a_function_of_their_probabilities(steps, tokenizer, kind, want):
     form = form_of(config_of(steps, **PROCESS, step_reward=kind), tokenizer, ["LABEL_0"])
     logits = [math.log(p / (1 - p)) for p in (0.8, 0.2, 0.5)]
     assert form.reward(logits) == pytest.approx(want)
+
+
+def test_each_step_has_its_probability_at_its_end(steps, tokenizer):
+    conversation = chat("1+2=", "1+2=3; ;so 3")
+    form = form_of(config_of(steps, **PROCESS, step_reward="each"), tokenizer, ["LABEL_0"])
+    found = form.step_rewards(conversation, [math.log(0.8 / 0.2), 0.0])
+    assert [end for end, _ in found] == [6, 12]
+    assert [reward for _, reward in found] == pytest.approx([0.8, 0.5])
+    assert form_of(config_of(steps, **PROCESS), tokenizer, ["LABEL_0"]).step_rewards(conversation, [0.0, 0.0]) is None
 
 
 def test_steps_are_read_from_the_last_message(steps, tokenizer):
@@ -181,7 +192,7 @@ def test_components_are_the_models_scores_in_every_layout(scores, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_have_the_scores_of_a_token_classifier_in_every_layout(steps, layout):
     client = create_env(
-        "reward_model", section(steps, **PROCESS, step_reward="product", **LAYOUTS[layout]), step_timeout_s=120.0
+        "reward_model", section(steps, **PROCESS, step_reward="each", **LAYOUTS[layout]), step_timeout_s=120.0
     )
     try:
         *results, empty = step_all(client, [*CHATS, chat("1+1=", " ")])
@@ -199,7 +210,9 @@ def test_steps_have_the_scores_of_a_token_classifier_in_every_layout(steps, layo
             ends.append(len(ids) - 1)
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids])).logits[0, ends, 0]
-        assert result.reward == pytest.approx(logits.sigmoid().prod().item(), abs=1e-5)
+        want = logits.sigmoid().tolist()
+        assert [reward for _, reward in result.step_rewards] == pytest.approx(want, abs=1e-5)
+        assert result.reward == pytest.approx(sum(want), abs=1e-5)
 
 
 @pytest.mark.ray

@@ -23,7 +23,7 @@ turns. They do not need tokens, so they work with rollout runners."""
 AdvantageEstimatorName = Annotated[str, PartName(BUILT_IN_ESTIMATORS)]
 
 _OF_TEACHERS = OnlyWith("name", ("opd",))
-_PER_TURN = OnlyWith("credit", ("turn_returns", "turn_rewards"))
+_PER_TURN = OnlyWith("credit", ("turn_returns", "turn_rewards", "step_rewards"))
 
 
 class AdvantageEstimatorConfig(NamedPartConfig):
@@ -43,12 +43,14 @@ class AdvantageEstimatorConfig(NamedPartConfig):
     kl_to_go: Annotated[bool, OnlyWith("name", ("reinforce_plus_plus",))] = False
     """REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as in its paper; false: only the
     KL of this token, as in NeMo RL."""
-    credit: Literal["episode", "turn_returns", "turn_rewards"] = "episode"
+    credit: Literal["episode", "turn_returns", "turn_rewards", "step_rewards"] = "episode"
     """Credit of the tokens of a turn: the reward of the whole episode; the discounted return from this
     turn on, compared with the group's returns at the same turn; or the turn's reward, compared with the group's rewards
-    at the same turn, plus the discounted results of later turns. Per turn with grpo, dr_grpo and rloo only."""
+    at the same turn, plus the discounted results of later turns. step_rewards: credit of the tokens of a step, as with
+    turn_rewards, compared with the rewards of all steps of the group. All but episode with grpo, dr_grpo and rloo
+    only, step_rewards without rloo."""
     turn_discount: Annotated[Annotated[float, Field(ge=0, le=1)], _PER_TURN] = 1.0
-    """With credit per turn: factor of a reward for each turn between it and the credited turn."""
+    """With credit per turn or step: factor of a reward for each turn or step between it and the credited one."""
     reward_weights: Annotated[list[Number] | None, OnlyWith("name", ("gdpo",))] = None
     """GDPO: weight of each reward component, in order; null: all 1."""
     teacher_weight: Annotated[Factor, _OF_TEACHERS] = 1.0

@@ -169,6 +169,14 @@ def test_teachers_on_devices_of_their_own_have_their_own_layout() -> None:
         ((TWO, "policy.generation.top_p=0.9"), "over the whole vocabulary"),
         ((TWO, "grpo.use_dynamic_sampling=true"), "trains without rewards"),
         ((TWO, "cluster.rollout_runners=1"), "keeps tokens out of the driver"),
+        (
+            (f"on_policy_distillation.teacher_model_by_agent_name={{code: {TEACHER}}}",),
+            "no teacher for env_name=math of the data; there are teachers for code",
+        ),
+        (
+            (TWO, "loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"),
+            "only the mean of its advantages would count, but grpo.adv_estimator.name=opd gives tokens their own",
+        ),
         (("teachers.math={model_name: x, reward_model_cfg: {enabled: true}}",), "scores whole answers"),
         ((f"on_policy_distillation.teacher_model_by_agent_name={{math: {TEACHER}-x}}",), "teachers.math.model_name"),
     ],
