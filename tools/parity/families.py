@@ -219,7 +219,6 @@ FAMILIES: Mapping[str, Mapping[str, Fields]] = {
         "odd sizes": {**_ODD, **_ODD_WIDTH},
     },
     "olmo_hybrid": {
-        "more values than keys": {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
         "positive eigenvalues, biases": {"linear_allow_neg_eigval": False, "attention_bias": True},
         "rotation, one key head": {**_ONE_KEY_HEAD, "rope_parameters": _DEFAULT_ROPE},
         "attention first, own sizes, tied": {

@@ -88,8 +88,8 @@ def test_samples_of_many_tenants_at_once_have_the_probabilities_of_their_adapter
         whole = [*PROMPT, *tokens.tolist()]
         table = hf_logprobs(whole) if sampler is None else merged_logprobs(models._samplers[sampler], whole)
         wanted = table[np.arange(len(PROMPT) - 1, len(whole) - 1), tokens]
-        np.testing.assert_allclose(logprobs, wanted, rtol=0, atol=2e-4)
-        np.testing.assert_allclose(logprobs, scores, rtol=0, atol=2e-4)
+        np.testing.assert_allclose(logprobs, wanted, rtol=0, atol=5e-4)
+        np.testing.assert_allclose(logprobs, scores, rtol=0, atol=5e-4)
     assert len({tokens.tobytes() for _, tokens, _, _ in found}) > 18
 
 

@@ -109,7 +109,7 @@ def test_one_rank_updates_as_the_optimizers_of_torch(save: Save) -> None:
         given = {name: [nn.Parameter(view) for view in parts] for name, parts in (views | others).items()}
         torchs = [
             torch.optim.Muon([p for name in of_muon for p in given[name]], lr=0.02, momentum=0.9),
-            torch.optim.AdamW([given[name][0] for name in others], lr=1e-2, weight_decay=0.01),
+            torch.optim.AdamW([given[name][0] for name in others], lr=1e-2, weight_decay=0.01, fused=True),
         ]
         schedules = [torch.optim.lr_scheduler.LinearLR(each, **LINEAR["kwargs"]) for each in torchs]
         step = run.backend.clip_and_step
