@@ -55,7 +55,7 @@ def parts_of_sums() -> int:
 
 
 def compute_rows_alike(parts: int = 1) -> None:
-    """Replace the matrix products of this process on CPUs, once.
+    """Replace the matrix products of this process on CPUs, once. A process with one thread must keep that number.
 
     Args:
         parts: Number of tensor-parallel ranks of another process whose sums this one computes (`parts_of_sums`).
@@ -198,8 +198,11 @@ def _numbers_with_other_bits() -> set[int]:
 
 
 def _numbers_of_threads(now: int) -> Iterable[int]:
-    """Return the numbers of threads that are tried: powers of 2 up to the number of cores, and the number `now`."""
-    cores = os.cpu_count() or 1
+    """Return the numbers of threads that are tried: powers of 2 up to the number of cores, and the number `now`.
+
+    A process with one thread tries no others: threads may block a process that was forked from one with threads.
+    """
+    cores = 1 if now == 1 else os.cpu_count() or 1
     return sorted({now, *(1 << power for power in range(cores.bit_length()))})
 
 

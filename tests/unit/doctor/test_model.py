@@ -55,7 +55,8 @@ def test_a_model_that_mixes_packed_rows_is_refused_where_a_run_is(tmp_path) -> N
     assert "mixes packed sequences outside attention" in packed.told
 
 
-def test_a_refusal_says_what_to_set(tmp_path) -> None:
+def test_a_refusal_says_what_to_set(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("nemo_rl.models.dtensor.tensor_parallel._INPUTS_PER_LAYER", "no such method")
     question = Question.of(folder_of("gemma4_text", tmp_path), [])
     mesh = {"tensor_parallel_size": 2, "sequence_parallel": True}
     refused = train_cell(question.policy, question.model, Trial("", False, mesh, ranks=2))
