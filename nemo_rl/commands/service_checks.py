@@ -17,7 +17,7 @@ from nemo_rl.launch.checks import CHECKS, Passed, Request, RunCheck, writable_fo
 from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.serving.models import check_served
 from nemo_rl.serving.state import LOCK_S
-from nemo_rl.serving.store.base import check_folder
+from nemo_rl.serving.store.base import check_folder, check_unused
 from nemo_rl.serving.store.keys import KeyBook
 from nemo_rl.utils.addresses import http_address, listener_of
 from nemo_rl.utils.errors import ResourceInsufficientError
@@ -35,7 +35,7 @@ def check_before_start(config: ServiceMasterConfig) -> None:
         CheckpointError: a file of the service's folder is damaged.
     """
     trust_models(config.model_keys())
-    check_folder(Path(config.service.state_dir), config.policy, config.service.max_rank, wait_s=LOCK_S)
+    check_unused(Path(config.service.state_dir), wait_s=LOCK_S)
     for check in SERVICE_CHECKS:
         if check.name != MEMORY and not check.skipped(config):
             check.look(Request(config))

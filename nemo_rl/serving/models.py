@@ -244,11 +244,6 @@ def check_served(policy: PolicyConfig, cluster: ClusterConfig) -> None:
             "policy.generation is null, and a service samples. Set policy.generation.backend to vllm or hf."
         )
     check_engine_adapters(policy, cluster)
-    if policy.zero_mismatch and policy.generation.backend != "hf":
-        raise ConfigError(
-            "policy.zero_mismatch=true with adapters is proven for the engine hf only, and policy.generation.backend="
-            f"{policy.generation.backend}. Set policy.generation.backend=hf, or policy.zero_mismatch=false."
-        )
     report_findings(check_zero_mismatch(policy, cluster))
     check_engine_model(policy, cluster)
 

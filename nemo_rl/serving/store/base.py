@@ -31,29 +31,43 @@ _OF_LIBRARIES = ("transformers_version", "_name_or_path")
 
 def note_base(folder: Path, policy: PolicyConfig) -> None:
     """Write the base of a new folder, whose lock the caller holds or is about to take."""
+    if (folder / BASE_FILE).exists():
+        return
     digest = base_digest(policy)
-    if digest is not None and not (folder / BASE_FILE).exists():
+    if digest is not None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(folder / BASE_FILE, {"base_model": policy.model_name, "digest": digest})
 
 
-def check_folder(folder: Path, policy: PolicyConfig, max_rank: int, wait_s: float = 0.0) -> None:
+def check_unused(folder: Path, wait_s: float = 0.0) -> None:
+    """Refuse a folder that another service uses.
+
+    Args:
+        folder: of the service. It may be missing.
+        wait_s: time in seconds to wait for a process that is ending and holds the folder still.
+
+    Raises:
+        ConfigError: another process holds the folder.
+    """
+    if (folder / LOCK_FILE).exists():
+        lock = FolderLock(folder)
+        acquire_folder(lock, folder, wait_s)
+        lock.release()
+
+
+def check_folder(folder: Path, policy: PolicyConfig, max_rank: int) -> None:
     """Refuse a folder that another service uses, or whose adapters do not fit.
 
     Args:
         folder: of the service. It may be missing.
         policy: the base model.
         max_rank: largest rank of an adapter.
-        wait_s: time in seconds to wait for a process that is ending and holds the folder still.
 
     Raises:
         ConfigError: the folder cannot be used.
         CheckpointError: a file of the folder is damaged.
     """
-    if (folder / LOCK_FILE).exists():
-        lock = FolderLock(folder)
-        acquire_folder(lock, folder, wait_s)
-        lock.release()
+    check_unused(folder)
     if (folder / BASE_FILE).exists():
         stored, digest = read_json_file(folder / BASE_FILE), base_digest(policy)
         if digest is not None and stored["digest"] != digest:

@@ -47,6 +47,11 @@ def check_adapters(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         )
     if engine.precision == "fp8":
         raise ConfigError("Adapters in vLLM need policy.generation.engine.precision=auto, not fp8.")
+    if policy.zero_mismatch:
+        raise ConfigError(
+            "Adapters in vLLM are not proven with policy.zero_mismatch=true. Set it to false, or "
+            "policy.generation.backend=hf."
+        )
     if policy.router_replay.enabled:
         raise ConfigError("Adapters in vLLM are not proven with policy.router_replay.enabled=true. Set it to false.")
     model = load_model_config(policy.model_name, policy.hf_config_overrides)
