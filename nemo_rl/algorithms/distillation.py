@@ -20,6 +20,7 @@ from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.start import start_run
 from nemo_rl.algorithms.teaching.stages import MakeStages, span_teachers
 from nemo_rl.algorithms.teaching.teachers import TeacherRoutes, TeacherScores, compare_vocabularies, role_of
+from nemo_rl.algorithms.teaching.token_weights import weight_of
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -60,19 +61,22 @@ def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerTyp
     return num_usable if max(num_teachers) > num_usable else None
 
 
-def _token_teachers(config: DistillationMasterConfig, vocab_size: int | None) -> MakeStages:
+def _token_teachers(config: DistillationMasterConfig, tokenizer: TokenizerType, vocab_size: int | None) -> MakeStages:
     """Return a function that builds the stages of teachers with the student's tokenizer.
 
     Args:
+        tokenizer: The tokenizer of all models.
         vocab_size: The result of `check_teacher_fits`.
     """
     k, temperature = config.distillation.topk_logits_k, config.policy.sampling.temperature
     routes = TeacherRoutes({name: role_of(name) for name in config.teachers}, "teacher") if config.teachers else None
 
+    weights = {role: weight_of(section, tokenizer, role) for role, section in config.sections_of_teachers.items()}
+
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
         return [
-            TeacherScores(roles[role], k, vocab_size, temperature, role, routes, section.weight)
-            for role, section in config.sections_of_teachers.items()
+            TeacherScores(roles[role], k, vocab_size, temperature, role, routes, weight)
+            for role, weight in weights.items()
         ]
 
     return stages
@@ -137,6 +141,6 @@ def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) ->
         data=data,
         loss_fn=user_parts.loss(built_in, config.loss_fn),
         roles=config.models,
-        stages=span_teachers(config, data, tokenizer) if crosses else _token_teachers(config, vocab_size),
+        stages=span_teachers(config, data, tokenizer) if crosses else _token_teachers(config, tokenizer, vocab_size),
         sampling=Sampling(needs_reward=False, environments=user_parts.running_environments),
     )

@@ -86,6 +86,7 @@ from nemo_rl.config.schema.algorithms.teachers import (
     OnPolicyDistillationConfig,
     SelfDistillationConfig,
     TeacherEndpointConfig,
+    TokenWeightsConfig,
 )
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig, VenvConfig

@@ -181,11 +181,16 @@ class SampledTurn:
         return "".join(map(self.tagged.gap, range(len(self.tagged.tags) + 1)))
 
     @property
-    def num_thinking_tokens(self) -> int:
-        """Number of tokens within the thinking."""
+    def thinking_spans(self) -> list[tuple[int, int]]:
+        """Start and end position in the turn of each block of thinking, without tags."""
         ends = [0, *(tag.end for tag in self.tagged.tags)]
         starts = [*(tag.start for tag in self.tagged.tags), len(self.token_ids)]
-        return sum(max(starts[number] - ends[number], 0) for number in self._structure.thinking)
+        return [(ends[number], max(starts[number], ends[number])) for number in self._structure.thinking]
+
+    @property
+    def num_thinking_tokens(self) -> int:
+        """Number of tokens within the thinking."""
+        return sum(end - start for start, end in self.thinking_spans)
 
 
 def sampled_turns(

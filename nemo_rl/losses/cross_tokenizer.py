@@ -87,8 +87,9 @@ class CrossTokenizerLossFn:
     ) -> tuple[Tensor, LossMetrics]:
         """Compute the mean of `kl_loss_weight * divergence + uncommon_loss_weight * distance - ce_loss_scale * log p`.
 
-        The mean is over all tokens that count. Divergence and distance are 0 where no span begins, and have the weight
-        of the row's teacher. With several teachers they are added, and their metrics are averaged.
+        The mean is over all tokens that count. Divergence and distance are 0 where no span begins, and have the factor
+        that the teacher has at the first token of the span (`supervised.TEACHER_WEIGHTS`). With several teachers they
+        are added, and their metrics are averaged.
 
         Args:
             candidate_logprobs: `[B, T, K]`, the student's log-probabilities of the candidates, normalised over the
@@ -124,9 +125,9 @@ class CrossTokenizerLossFn:
         loss, metrics = self.ce_loss_scale * nll, dict[str, Tensor]()
         widths = [data[of_teacher("candidate_ids", number)].shape[-1] for number in range(self.num_teachers)]
         for number, logprobs_BTk in enumerate(candidate_logprobs.split(widths, dim=-1)):
-            weight_B = weights_of_teachers(data, dtype, of_teacher(TEACHER_WEIGHTS, number))
+            weight_BT = weights_of_teachers(data, dtype, of_teacher(TEACHER_WEIGHTS, number))
             trained_BT, reported = self._of_teacher(logprobs_BTk, data, number)
-            loss = loss + mean(trained_BT * weight_B[:, None])
+            loss = loss + mean(trained_BT * weight_BT)
             for name, values_BT in reported.items():
                 share = mean(values_BT.detach()) / self.num_teachers
                 metrics[name] = metrics[name] + share if name in metrics else share

@@ -84,13 +84,16 @@ LOG_TEACHER_OUTSIDE = -100.0
 
 
 TEACHER_WEIGHTS = "teacher_weights"
-"""Key of a batch: `[B]`, factor of the distillation loss of each row. If it is missing, all are 1."""
+"""Key of a batch: factors of the distillation loss, of each row `[B]` or of each token `[B, T + 1]`. If it is missing,
+all are 1."""
 
 
 def weights_of_teachers(data: LossData, dtype: torch.dtype, key: str = TEACHER_WEIGHTS) -> Tensor:
-    """Return the factor of the loss of each row `[B]`."""
+    """Return the factor of the loss at each predicted token, `[B, T]`, or `[B, 1]` if the tokens of a row have one."""
     found = data.get(key)
-    return data["sample_mask"].new_ones(len(data["sample_mask"]), dtype=dtype) if found is None else found.to(dtype)
+    if found is None:
+        return data["sample_mask"].new_ones(len(data["sample_mask"]), 1, dtype=dtype)
+    return found.to(dtype)[:, None] if found.ndim == 1 else found[:, 1:].to(dtype)
 
 
 class DistillationLossFn:
@@ -116,7 +119,7 @@ class DistillationLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """Compute `kl_loss_weight * sum(mask * weight of the row's teacher * divergence) / global_valid_toks`.
+        """Compute `kl_loss_weight * sum(mask * weight of the teacher * divergence) / global_valid_toks`.
 
         Args:
             student_topk_logprobs: `[B, T, k]`, the student's log-probabilities of the teacher's top-k tokens,
@@ -125,7 +128,7 @@ class DistillationLossFn:
             teacher_topk_logprobs: `[B, T, k]`, the teacher's log-probabilities, up to a constant per position.
             H_all: `[B, T]`, `sum p log p` of the student over the whole vocabulary, the negative of its entropy.
                 Required for the reverse direction with `zero_outside_topk`.
-            data: Holds `token_mask [B, T + 1]` and `sample_mask [B]`.
+            data: Holds `token_mask [B, T + 1]` and `sample_mask [B]`, and `teacher_weights` (`TEACHER_WEIGHTS`).
             global_valid_seqs: Unused. Every loss has this argument.
             global_valid_toks: Number of tokens that count in the global batch.
 
@@ -148,18 +151,16 @@ class DistillationLossFn:
         def mean(values_BT: Tensor) -> Tensor:
             return masked_mean(values_BT, mask_BT, global_normalization_factor=global_valid_toks)
 
-        weight, factor_B1 = (
-            self._forward_weight,
-            self.cfg.kl_loss_weight * weights_of_teachers(data, mask_BT.dtype)[:, None],
-        )
+        weight = self._forward_weight
+        factor_BT = self.cfg.kl_loss_weight * weights_of_teachers(data, mask_BT.dtype)
         if self.cfg.kl_type == "jensen_shannon":
-            loss = mean(factor_B1 * self._jensen_shannon(log_p_BTk, log_q_BTk))
+            loss = mean(factor_BT * self._jensen_shannon(log_p_BTk, log_q_BTk))
         elif reverse_BT is None:
             if weight < 1:
                 raise ValueError("DistillationLossFn: zero_outside_topk with a reverse part needs H_all; got None.")
-            loss = mean(factor_B1 * forward_BT)
+            loss = mean(factor_BT * forward_BT)
         else:
-            loss = mean(factor_B1 * (weight * forward_BT + (1 - weight) * reverse_BT))
+            loss = mean(factor_BT * (weight * forward_BT + (1 - weight) * reverse_BT))
         metrics: LossMetrics = {
             "loss": loss.detach(),
             "forward_kl": mean(forward_BT.detach()),

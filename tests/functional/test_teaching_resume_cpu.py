@@ -47,7 +47,9 @@ OF_VOCABULARY = {
         *("distillation.topk_logits_k=264", "loss_fn.kl_type=jensen_shannon", DISTILLATION_AHEAD, LORA),
     ),
     "gold, ahead": ("loss_fn.gold_loss=true", DISTILLATION_AHEAD),
-    "xtoken, LoRA": ("loss_fn.xtoken_loss=true", LORA),
+    "xtoken, LoRA, weights of tokens": (
+        *("loss_fn.xtoken_loss=true", LORA, "teacher.token_weights.name=thinking", "teacher.token_weights.answer=0.5"),
+    ),
 }
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts, batch_of
 from nemo_rl.algorithms.teaching.teachers import TEACHER_LOGPROBS, write_scores
+from nemo_rl.algorithms.teaching.token_weights import EQUAL, TeacherWeight
 from nemo_rl.config import SelfDistillationConfig
 from nemo_rl.data.interfaces import Chat, DatumSpec, Message
 from nemo_rl.data.packing import PROMPT_GROUPS
@@ -100,6 +101,8 @@ class SelfTeacher:
     prompts: PrivilegedPrompts
     longest: int
     """Largest number of tokens of a row. Samples whose teacher would read more have no teacher."""
+    weight: TeacherWeight = EQUAL
+    """Factors of the advantages."""
 
     name = "teacher_logprob_inference"
     roles = ("policy",)
@@ -145,7 +148,7 @@ class SelfTeacher:
         for place, (index, ids) in enumerate(read.items()):
             start = lengths[index] - len(answers[index])
             scores_RT[place, start : lengths[index]] = found_RT[place, len(ids) - len(answers[index]) : len(ids)]
-        return write_scores(tensors, scores_RT, indices)
+        return write_scores(tensors, scores_RT, indices, self.weight)
 
 
 def solutions_of(rows: Sequence[Trajectory]) -> list[str | None]:

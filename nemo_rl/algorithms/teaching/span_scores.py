@@ -22,6 +22,7 @@ from nemo_rl.algorithms.teaching.projection import NO_CLASS, Projection
 from nemo_rl.algorithms.teaching.prompts import batch_of
 from nemo_rl.algorithms.teaching.teachers import TeacherRoutes, write_weight
 from nemo_rl.algorithms.teaching.text_alignment import TeacherRow
+from nemo_rl.algorithms.teaching.token_weights import EQUAL, TeacherWeight
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.cross_tokenizer import (
@@ -97,8 +98,8 @@ class SpanTeacher:
     """Choice of the teacher of each row, by its role. If None, the teacher reads all rows."""
     reader: Reader
     comparison: TokenComparison
-    weight: float = 1.0
-    """Factor of the loss of the teacher's rows."""
+    weight: TeacherWeight = EQUAL
+    """Factors of the loss of the teacher's rows."""
     number: int = 0
     """Number of the teacher, if several teachers read a row (`losses.cross_tokenizer.of_teacher`)."""
 

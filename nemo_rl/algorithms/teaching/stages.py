@@ -1,7 +1,6 @@
 """Build the stages of a run that score samples with its teachers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from nemo_rl.algorithms.runtime.run import Stage
 from nemo_rl.algorithms.teaching.projection import Projection, common_beginnings, identity, num_ids, shared_tokens
@@ -16,6 +15,7 @@ from nemo_rl.algorithms.teaching.teachers import (
     role_of,
 )
 from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, TextReader, WrittenReader, spelling
+from nemo_rl.algorithms.teaching.token_weights import TeacherWeight, weight_of
 from nemo_rl.config import (
     DistillationLossConfig,
     DistillationMasterConfig,
@@ -56,15 +56,18 @@ def teacher_stages(config: GRPOMasterConfig, data: RunData | None, tokenizer: To
     if given.learns_from_itself:
         prompts = PrivilegedPrompts(given.self_distillation, TeacherPrompts(prompts_of_run, tokenizer))
         prompts.check()
-        return lambda roles: [SelfTeacher(roles["policy"], prompts, longest)]
+        place = "on_policy_distillation.self_distillation.token_weights"
+        own = TeacherWeight.make(1.0, given.self_distillation.token_weights, tokenizer, place)
+        return lambda roles: [SelfTeacher(roles["policy"], prompts, longest, own)]
     routes = TeacherRoutes.of(given, config.teachers)
     remote = {name: _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
     aligned = _other_tokenizers(config, tokenizer)
     for other in aligned.values():
         TeacherPrompts(prompts_of_run, other).ids(prompts_of_run[0])
 
+    own = {role_of(name): weight_of(teacher, tokenizer, role_of(name)) for name, teacher in config.teachers.items()}
+
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
-        own = {role_of(name): teacher.weight for name, teacher in config.teachers.items()}
         found: list[Stage] = [
             AlignedTeacher(
                 roles[role], role, routes, TeacherPrompts(prompts_of_run, aligned[role]), tokenizer, longest, weight
@@ -76,7 +79,7 @@ def teacher_stages(config: GRPOMasterConfig, data: RunData | None, tokenizer: To
         return [
             *found,
             *(
-                TeacherLogprobs(scorer, role_of(name), routes, given.teacher_weights.get(name, 1.0))
+                TeacherLogprobs(scorer, role_of(name), routes, TeacherWeight(given.teacher_weights.get(name, 1.0)))
                 for name, scorer in remote.items()
             ),
         ]
@@ -100,7 +103,7 @@ def span_teachers(config: DistillationMasterConfig, data: RunData | None, tokeni
     loss, prompts_of_run = config.loss_fn, data.train
     routes = TeacherRoutes({name: role_of(name) for name in config.teachers}, "teacher") if config.teachers else None
     temperature, default_top = config.policy.sampling.temperature, config.distillation.topk_logits_k
-    parts: dict[str, tuple[Reader, TokenComparison]] = {}
+    parts: dict[str, tuple[Reader, TokenComparison, TeacherWeight]] = {}
     for role, section in config.sections_of_teachers.items():
         other = get_tokenizer(section.tokenizer, section=role)
         reader: Reader = SameTokens()
@@ -109,13 +112,10 @@ def span_teachers(config: DistillationMasterConfig, data: RunData | None, tokeni
             prompts.ids(prompts_of_run[0])
             reader = TextReader(prompts, tokenizer, config.policy.max_total_sequence_length)
         comparison = _comparison(loss, _projection(loss, section, role, (tokenizer, other)), default_top, temperature)
-        parts[role] = reader, comparison
+        parts[role] = reader, comparison, weight_of(section, tokenizer, role)
 
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
-        return [
-            replace(_span_teacher(roles, role, section, parts[role]), routes=routes)
-            for role, section in config.sections_of_teachers.items()
-        ]
+        return [SpanTeacher(roles["policy"], roles[role], role, routes, *part) for role, part in parts.items()]
 
     return stages
 
@@ -130,29 +130,23 @@ def teachers_of_texts(config: SFTMasterConfig, tokenizer: TokenizerType) -> Make
         ConfigError: A teacher's tokens cannot be compared with those of the student.
     """
     loss = config.teacher_loss_fn
-    parts: dict[str, tuple[Reader, TokenComparison]] = {}
+    parts: dict[str, tuple[Reader, TokenComparison, TeacherWeight]] = {}
     for role, section in config.sections_of_teachers.items():
         other = get_tokenizer(section.tokenizer, section=role)
         same = other.get_vocab() == tokenizer.get_vocab()
         if not same and not loss.crosses_tokenizers:
             compare_vocabularies(tokenizer, other, config.policy.model_name, section.model_name, role)
         reader = SameTokens() if same else WrittenReader(tokenizer, other, section.max_total_sequence_length)
-        parts[role] = reader, _comparison(loss, _projection(loss, section, role, (tokenizer, other)), _TOP, 1.0)
+        comparison = _comparison(loss, _projection(loss, section, role, (tokenizer, other)), _TOP, 1.0)
+        parts[role] = reader, comparison, weight_of(section, tokenizer, role)
 
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
         return [
-            replace(_span_teacher(roles, role, section, parts[role]), number=number)
-            for number, (role, section) in enumerate(config.sections_of_teachers.items())
+            SpanTeacher(roles["policy"], roles[role], role, None, *part, number)
+            for number, (role, part) in enumerate(parts.items())
         ]
 
     return stages
-
-
-def _span_teacher(
-    roles: Mapping[str, ScoringModel], role: str, section: TeacherConfig, part: tuple[Reader, TokenComparison]
-) -> SpanTeacher:
-    """Return the stage of a teacher that reads all rows."""
-    return SpanTeacher(roles["policy"], roles[role], role, None, *part, section.weight)
 
 
 def _projection(

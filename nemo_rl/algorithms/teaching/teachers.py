@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.teaching.token_weights import EQUAL, TeacherWeight
 from nemo_rl.config import OnPolicyDistillationConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -114,8 +115,8 @@ class TeacherLogprobs:
     """Name of the model in the run."""
     routes: TeacherRoutes
     """Choice of the teacher of each row, by its role."""
-    weight: float = 1.0
-    """Factor of the advantages (`write_scores`)."""
+    weight: TeacherWeight = EQUAL
+    """Factors of the advantages (`write_scores`)."""
 
     name = "teacher_logprob_inference"
 
@@ -158,8 +159,8 @@ class TeacherScores:
     """Name of the model in the run."""
     routes: TeacherRoutes | None = None
     """Choice of the teacher of each row, by its role. If None, the teacher scores all rows."""
-    weight: float = 1.0
-    """Factor of the loss of the teacher's rows."""
+    weight: TeacherWeight = EQUAL
+    """Factors of the loss of the teacher's rows."""
 
     name = "teacher_logprob_inference"
 
@@ -188,30 +189,35 @@ class TeacherScores:
         }
 
 
-def write_scores(tensors: BatchedDataDict[Any], scores_RT: Tensor, rows: Sequence[int], weight: float = 1.0) -> float:
+def write_scores(
+    tensors: BatchedDataDict[Any], scores_RT: Tensor, rows: Sequence[int], weight: TeacherWeight = EQUAL
+) -> float:
     """Write log-probabilities of a teacher into `teacher_logprobs` of some rows, at least one.
 
     Args:
-        weight: Factor of the difference between the teacher's log-probabilities and those of the policy.
+        weight: Factors of the difference between the teacher's log-probabilities and those of the policy.
 
     Returns:
         The mean of `log p - log q` over the tokens of these rows that count, for policy p and teacher q, without the
-        factor.
+        factors.
     """
-    own_RT = tensors["prev_logprobs"][rows]
-    weighted_RT = scores_RT if weight == 1 else own_RT + weight * (scores_RT - own_RT)
+    own_RT, factor_RT = tensors["prev_logprobs"][rows], weight.of(tensors, rows)
+    weighted_RT = scores_RT if factor_RT is None else own_RT + factor_RT * (scores_RT - own_RT)
     _write_rows(tensors, {TEACHER_LOGPROBS: weighted_RT}, rows)
     mask_RT = BatchRows.of(tensors).advantage_mask()[rows]
     return float(masked_mean(own_RT - scores_RT, mask_RT))
 
 
-def write_weight(tensors: BatchedDataDict[Any], weight: float, rows: Sequence[int], key: str = TEACHER_WEIGHTS) -> None:
-    """Write the factor of the distillation loss of some rows, if it is not 1."""
-    if weight == 1:
+def write_weight(
+    tensors: BatchedDataDict[Any], weight: TeacherWeight, rows: Sequence[int], key: str = TEACHER_WEIGHTS
+) -> None:
+    """Write the factors of the distillation loss of some rows `[B, T]`, if they are not all 1."""
+    factor_RT = weight.of(tensors, rows) if rows else None
+    if factor_RT is None:
         return
     if key not in tensors:
-        tensors[key] = torch.ones(tensors.size)
-    tensors[key][list(rows)] = weight
+        tensors[key] = torch.ones(tensors["input_ids"].shape)
+    tensors[key][list(rows)] = factor_RT
 
 
 def _write_rows(tensors: BatchedDataDict[Any], columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:

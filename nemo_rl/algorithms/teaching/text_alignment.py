@@ -23,6 +23,7 @@ from torch import Tensor
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.teaching.prompts import TeacherPrompts, batch_of
 from nemo_rl.algorithms.teaching.teachers import TeacherRoutes, write_scores
+from nemo_rl.algorithms.teaching.token_weights import EQUAL, TeacherWeight
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.messages.encoding import begins_with_bos, encode_continuation, encode_text
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -126,8 +127,8 @@ class AlignedTeacher:
     """Tokenizer of the policy."""
     longest: int
     """Largest number of tokens of a row of the teacher."""
-    weight: float = 1.0
-    """Factor of the advantages (`write_scores`)."""
+    weight: TeacherWeight = EQUAL
+    """Factors of the advantages (`write_scores`)."""
 
     name = "teacher_logprob_inference"
 

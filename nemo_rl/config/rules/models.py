@@ -15,11 +15,17 @@ from typing import Any
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.engines import check_invariant_gradients
 from nemo_rl.config.rules.megatron import check_megatron, check_megatron_schedule
+from nemo_rl.config.rules.named_parts import check_named_parts
+from nemo_rl.config.rules.rewards import check_thinking_tags
 from nemo_rl.config.rules.topology import Role, divide_cluster, model_ranks, parallel_sizes, without_devices
 from nemo_rl.config.schema.agents import NEMO_GYM
 from nemo_rl.config.schema.algorithms.distillation import DistillationLossConfig, TeacherConfig
 from nemo_rl.config.schema.algorithms.grpo import BUILT_IN_ESTIMATORS, GRPOConfig
-from nemo_rl.config.schema.algorithms.teachers import OnPolicyDistillationConfig, SelfDistillationConfig
+from nemo_rl.config.schema.algorithms.teachers import (
+    OnPolicyDistillationConfig,
+    SelfDistillationConfig,
+    TokenWeightsConfig,
+)
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.judges import JudgeEngineConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
@@ -294,6 +300,15 @@ def check_teacher(place: str, teacher: TeacherConfig) -> Findings:
         yield f"{place}.{key}.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:
         yield f"{place}.reward_model_cfg.enabled=true makes a model that scores whole answers. Set it to false."
+    yield from _check_token_weights(f"{place}.token_weights", teacher.token_weights)
+
+
+def _check_token_weights(place: str, given: TokenWeightsConfig) -> Findings:
+    """Check that some tokens have a factor above 0, and that tags can be told apart."""
+    if given.thinking == given.answer == 0:
+        yield f"{place}.thinking and {place}.answer are 0, so nothing is learned. Raise one of them."
+    yield from check_thinking_tags(f"{place}.thinking_tags", given.thinking_tags)
+    yield from check_named_parts({place: given})
 
 
 def check_teachers(
@@ -384,6 +399,7 @@ def _check_self_distillation(
 ) -> Findings:
     """Check that the context is a template, and that the policy can score samples with other prompts."""
     key = "on_policy_distillation.self_distillation"
+    yield from _check_token_weights(f"{key}.token_weights", given.token_weights)
     if teachers:
         yield f"{key}.enabled=true makes the policy its own teacher. Leave the other teachers out, or set it to false."
     try:

@@ -171,17 +171,21 @@ def check_http_server(
         )
 
 
+def check_thinking_tags(key: str, tags: list[str]) -> Findings:
+    """Check that there are two texts that can be told apart."""
+    if len(tags) != 2 or not all(tag.strip() for tag in tags) or tags[0] == tags[1]:
+        yield (
+            f"{key}={tags} must be two different texts: the one that opens the thinking and the one that closes it, "
+            "for example [<think>, </think>]."
+        )
+    elif tags[0] in tags[1] or tags[1] in tags[0]:
+        yield f"{key}={tags}: one text contains the other, so they cannot be told apart."
+
+
 def check_reward_penalties(penalties: RewardPenaltyConfig) -> Findings:
     """Check that each penalty has the texts or tokens that it needs, and that the names of penalties are valid."""
     section = "reward_penalties"
-    tags = penalties.thinking_tags
-    if len(tags) != 2 or not all(tag.strip() for tag in tags) or tags[0] == tags[1]:
-        yield (
-            f"{section}.thinking_tags={tags} must be two different texts: the one that opens the thinking and the one "
-            "that closes it, for example [<think>, </think>]."
-        )
-    elif tags[0] in tags[1] or tags[1] in tags[0]:
-        yield f"{section}.thinking_tags={tags}: one text contains the other, so they cannot be told apart."
+    yield from check_thinking_tags(f"{section}.thinking_tags", penalties.thinking_tags)
     ids = penalties.ids
     if penalties.penalize_unwanted_tokens and not ids.unwanted:
         yield (

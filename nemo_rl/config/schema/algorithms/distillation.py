@@ -13,6 +13,7 @@ from nemo_rl.config.base.names import PartName
 from nemo_rl.config.base.section import derived
 from nemo_rl.config.base.value_types import Amount, AmountOrMinusOne, Count, Factor, FactorOrZero
 from nemo_rl.config.schema.algorithms.rollout_training import Epochs, RolloutTrainingConfig
+from nemo_rl.config.schema.algorithms.teachers import TokenWeightsConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.schema.model.policy import SchedulerList
@@ -126,6 +127,8 @@ class TeacherConfig(SecondModelConfig):
 
     weight: Factor = 1.0
     """Factor of what the policy learns from this teacher: of the loss in distillation, of the advantages in GRPO."""
+    token_weights: TokenWeightsConfig = Field(default_factory=TokenWeightsConfig)
+    """Further factors, one for each token."""
     projection_matrix_path: str | None = None
     """With loss_fn.xtoken_loss: file of classes of tokens, which tools/make_projection.py makes; null: classes are made
     at the start of the run."""

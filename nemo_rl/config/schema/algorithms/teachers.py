@@ -9,12 +9,29 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.names import PartName
 from nemo_rl.config.base.section import Section
-from nemo_rl.config.base.value_types import Count, Factor, Workers
+from nemo_rl.config.base.value_types import Count, Factor, FactorOrZero, Workers
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.config.schema.model.parallel import BackendSection
+from nemo_rl.config.schema.named_part import NamedPartConfig
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class TokenWeightsConfig(NamedPartConfig):
+    """Factors of what the policy learns from a teacher at each token."""
+
+    name: Annotated[str, PartName(("equal", "thinking"))] = "equal"
+    """equal: 1 at all tokens; thinking: one factor for thinking and one for all other tokens; or the dotted path of a
+    class."""
+    thinking: Annotated[FactorOrZero, OnlyWith("name", ("thinking",))] = 1.0
+    """Factor of the tokens between thinking_tags. 0: nothing is learned from them."""
+    answer: Annotated[FactorOrZero, OnlyWith("name", ("thinking",))] = 1.0
+    """Factor of all other tokens of the answer, including tags."""
+    thinking_tags: Annotated[list[str], OnlyWith("name", ("thinking",))] = ["<think>", "</think>"]
+    """Texts that open and close the thinking."""
 
 
 class TeacherLayoutConfig(BackendSection):
@@ -96,6 +113,8 @@ class SelfDistillationConfig(Section):
     """Message at whose end the context stands: the last of the user, or that of the system."""
     weights: Literal["current", "initial"] = "current"
     """Weights of the teacher: those of the policy before the update, or those at the start of the run."""
+    token_weights: TokenWeightsConfig = Field(default_factory=TokenWeightsConfig)
+    """Factors of the advantages at each token."""
 
     @property
     def needs_solution(self) -> bool:

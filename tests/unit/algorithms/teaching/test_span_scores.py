@@ -16,6 +16,7 @@ from nemo_rl.algorithms.teaching.prompts import TeacherPrompts
 from nemo_rl.algorithms.teaching.span_scores import SameTokens, SpanTeacher, TokenComparison
 from nemo_rl.algorithms.teaching.teachers import TeacherRoutes
 from nemo_rl.algorithms.teaching.text_alignment import AlignedTeacher, TextReader, WrittenReader, spelling
+from nemo_rl.algorithms.teaching.token_weights import TeacherWeight
 from nemo_rl.config import DistillationLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK, topk_of
@@ -220,8 +221,8 @@ def test_equal_tokenizers_give_the_loss_and_gradients_of_distillation() -> None:
     student, teacher = Scorer(CHARS, 1), Scorer(CHARS, 5)
     batch, _ = batch_of(CHARS)
     how = TokenComparison(identity(CHARS), 264, 0, False, TEMPERATURE)
-    SpanTeacher(student, teacher, "teacher", None, SameTokens(), how, 2.0).apply(batch)  # type: ignore[arg-type]
-    assert batch.tensors[TEACHER_WEIGHTS].tolist() == [2.0] * 3
+    SpanTeacher(student, teacher, "teacher", None, SameTokens(), how, TeacherWeight(2.0)).apply(batch)  # type: ignore[arg-type]
+    assert (batch.tensors[TEACHER_WEIGHTS] == torch.full(batch.tensors["input_ids"].shape, 2.0)).all()
     loss, _, gradients = loss_of(batch, student)
     tensors = batch.tensors
     log_p, log_q = (
@@ -305,7 +306,7 @@ def test_sampled_texts_have_the_probability_that_a_real_teacher_gives_them() -> 
 def test_the_weight_of_a_teacher_scales_the_difference_from_the_policy() -> None:
     student, teacher = MODELS
     found = []
-    for weight in (1.0, 0.25):
+    for weight in (TeacherWeight(1.0), TeacherWeight(0.25)):
         batch, data = batch_of(CHARS)
         batch.tensors["prev_logprobs"] = own = student.get_logprobs(batch.tensors)["logprobs"]
         routes, prompts = TeacherRoutes({"math": "teachers.math"}), TeacherPrompts(data, PAIRS)  # type: ignore[arg-type]
