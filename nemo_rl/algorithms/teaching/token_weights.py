@@ -9,7 +9,7 @@ factors are finite and at least 0.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 import torch
 from torch import Tensor
@@ -37,19 +37,18 @@ class TokenWeights(Protocol):
 
 
 TOKEN_WEIGHTS: Registry[TokenWeights] = Registry("weights of tokens", TokenWeights)
-"""Classes of users that `token_weights.name` names."""
 
 
 @dataclass(frozen=True)
-class ThinkingWeights:
-    """One factor for the tokens of thinking, and one for all others (`TokenWeights`)."""
+class ThinkingWeights(TokenWeights):
+    """One factor for the tokens of thinking, and one for all others."""
 
     reader: ThinkingReader
     thinking: float
     answer: float
 
+    @override
     def factors(self, token_ids: Sequence[int], turns: Sequence[tuple[int, int]]) -> list[float]:
-        """Return the factor of each token of a row."""
         found = [self.answer] * len(token_ids)
         for turn in sampled_turns(self.reader, token_ids, turns):
             for start, end in turn.thinking_spans:
@@ -68,16 +67,7 @@ class TeacherWeight:
 
     @classmethod
     def make(cls, row: float, given: TokenWeightsConfig, tokenizer: TokenizerType, place: str) -> "TeacherWeight":
-        """Return the factors that a section describes.
-
-        Args:
-            row: Factor of all tokens.
-            tokenizer: Tokenizer of the policy.
-            place: Key of the section `token_weights`, for messages.
-
-        Raises:
-            ConfigError: A class cannot be used.
-        """
+        """Return the factors that the section at the key `place` describes. A class that cannot be used is an error."""
         if TOKEN_WEIGHTS.is_own(given.name):
             return cls(row, TOKEN_WEIGHTS.make(given.name, place, given.kwargs))
         if given.name == "equal":
@@ -116,19 +106,10 @@ class TeacherWeight:
 
 
 EQUAL = TeacherWeight()
-"""The factors of a teacher without weights: all are 1."""
 
 
 def weight_of(section: TeacherConfig, tokenizer: TokenizerType, role: str) -> TeacherWeight:
-    """Return the factors of a teacher.
-
-    Args:
-        tokenizer: Tokenizer of the policy.
-        role: Name of the teacher in the run, for messages.
-
-    Raises:
-        ConfigError: As `TeacherWeight.make`.
-    """
+    """Return the factors of a teacher, by its section and its name in the run."""
     return TeacherWeight.make(section.weight, section.token_weights, tokenizer, f"{role}.token_weights")
 
 

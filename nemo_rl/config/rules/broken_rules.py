@@ -1,7 +1,12 @@
-"""Report the findings of rules: one text per finding, with the given values, the rule and a fix."""
+"""Report the findings of rules: one text per finding, with the given values, the rule and a fix.
 
-from collections.abc import Iterable, Iterator
+A rule that holds in every section is here too.
+"""
 
+from collections.abc import Iterable, Iterator, Mapping
+
+from nemo_rl.config.base.names import is_own_class
+from nemo_rl.config.schema.named_part import NamedPartConfig
 from nemo_rl.utils.errors import ConfigError
 
 Findings = Iterator[str]
@@ -32,3 +37,13 @@ def nearest_divisors(value: int, total: int) -> str:
     divisors = [each for each in range(1, total + 1) if total % each == 0]
     near = sorted(divisors, key=lambda each: (abs(each - value), each))[:2]
     return ", ".join(map(str, sorted(near)))
+
+
+def check_named_parts(parts: Mapping[str, NamedPartConfig]) -> Findings:
+    """Check that only a user's classes have `kwargs`, for sections by their dotted keys."""
+    for key, part in parts.items():
+        if part.kwargs and not is_own_class(part.name):
+            yield (
+                f"{key}.kwargs={part.kwargs} are arguments of a class of your own, and {key}.name={part.name} is built "
+                f"in. Take them away, or give {key}.name the dotted path of a class."
+            )

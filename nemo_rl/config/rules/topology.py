@@ -4,16 +4,17 @@ A role defines the purpose of a model and its devices.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.engines import ranks_of_engine
 from nemo_rl.config.rules.megatron import fp8_row_multiple
 from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.parallel import BackendSection
 from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -225,3 +226,11 @@ def data_parallel_ranks(cluster: ClusterConfig, policy: PolicyConfig) -> int:
     """Return the number of groups of ranks that process different samples."""
     sizes = parallel_sizes(policy, plan_topology(cluster, policy).policy_ranks)
     return sizes["dp_replicate"] * sizes["dp_shard"]
+
+
+def check_venvs(cluster: ClusterConfig, kinds: Collection[str]) -> Findings:
+    """Check that each name in `cluster.venvs` is one of the kinds of workers of the run."""
+    for name in cluster.venvs:
+        if name not in kinds:
+            known = ", ".join(sorted(kinds))
+            yield f"cluster.venvs.{name}: this run has no such workers; it has: {known}.{did_you_mean(name, kinds)}"

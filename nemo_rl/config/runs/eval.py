@@ -18,9 +18,9 @@ from nemo_rl.config.rules.evaluation import (
     is_local_dataset,
 )
 from nemo_rl.config.rules.files import PathKey, environment_paths, tokenizer_paths
-from nemo_rl.config.rules.named_parts import check_venvs
 from nemo_rl.config.rules.overlap import check_rollout_runners
 from nemo_rl.config.rules.rewards import check_http_server, check_nemo_gym, unused_environments
+from nemo_rl.config.rules.topology import check_venvs
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.algorithms.evaluation import (
     EvalConfig,

@@ -6,24 +6,18 @@ from typing import ClassVar, override
 
 from pydantic import Field
 
-from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.broken_rules import Findings, check_named_parts
 from nemo_rl.config.rules.data import check_data, named_entries
 from nemo_rl.config.rules.files import PathKey, environment_paths, tokenizer_paths
 from nemo_rl.config.rules.megatron import unknown_families
 from nemo_rl.config.rules.models import (
     Judges,
-    check_distillation_loss,
     check_images,
     check_judges,
-    check_other_tokenizers,
     check_placements,
-    check_routes,
     check_second_models,
-    check_teacher,
-    check_teachers,
     left_by_judges,
 )
-from nemo_rl.config.rules.named_parts import check_named_parts, check_source_of_distillation, check_venvs
 from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners, check_stale_mismatch
 from nemo_rl.config.rules.rewards import (
     check_agents,
@@ -37,7 +31,15 @@ from nemo_rl.config.rules.rewards import (
     left_by_gym,
     unused_environments,
 )
-from nemo_rl.config.rules.topology import Role, divide_cluster
+from nemo_rl.config.rules.teachers import (
+    check_distillation_loss,
+    check_other_tokenizers,
+    check_routes,
+    check_source_of_distillation,
+    check_teacher,
+    check_teachers,
+)
+from nemo_rl.config.rules.topology import Role, check_venvs, divide_cluster
 from nemo_rl.config.rules.trackers import check_records
 from nemo_rl.config.rules.training import (
     check_advantages,

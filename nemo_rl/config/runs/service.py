@@ -8,8 +8,7 @@ from pydantic import Field
 
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
-from nemo_rl.config.rules.named_parts import check_venvs
-from nemo_rl.config.rules.topology import Role
+from nemo_rl.config.rules.topology import Role, check_venvs
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig

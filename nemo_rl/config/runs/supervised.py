@@ -14,7 +14,6 @@ from nemo_rl.config.base.names import (
     SFT_VALIDATION_METRICS,
 )
 from nemo_rl.config.rules.broken_rules import Findings
-from nemo_rl.config.rules.models import check_distillation_loss, check_other_tokenizers, check_teacher
 from nemo_rl.config.rules.overlap import check_rollout_runners
 from nemo_rl.config.rules.supervised import (
     check_best_metric,
@@ -25,6 +24,7 @@ from nemo_rl.config.rules.supervised import (
     check_reward_model,
     check_supervised,
 )
+from nemo_rl.config.rules.teachers import check_distillation_loss, check_other_tokenizers, check_teacher
 from nemo_rl.config.runs.rollouts import MasterConfig
 from nemo_rl.config.schema.algorithms.distillation import TeacherConfig, TeacherLossConfig
 from nemo_rl.config.schema.algorithms.supervised import (
