@@ -57,15 +57,14 @@ def teacher_stages(config: GRPOMasterConfig, data: RunData | None, tokenizer: To
         prompts = PrivilegedPrompts(given.self_distillation, TeacherPrompts(prompts_of_run, tokenizer))
         prompts.check()
         place = "on_policy_distillation.self_distillation.token_weights"
-        own = TeacherWeight.make(1.0, given.self_distillation.token_weights, tokenizer, place)
-        return lambda roles: [SelfTeacher(roles["policy"], prompts, longest, own)]
+        weight = TeacherWeight.make(1.0, given.self_distillation.token_weights, tokenizer, place)
+        return lambda roles: [SelfTeacher(roles["policy"], prompts, longest, weight)]
     routes = TeacherRoutes.of(given, config.teachers)
     remote = {name: _endpoint(name, each, tokenizer) for name, each in given.endpoints.items()}
     aligned = _other_tokenizers(config, tokenizer)
     for other in aligned.values():
         TeacherPrompts(prompts_of_run, other).ids(prompts_of_run[0])
-
-    own = {role_of(name): weight_of(teacher, tokenizer, role_of(name)) for name, teacher in config.teachers.items()}
+    weights = {role_of(name): weight_of(teacher, tokenizer, role_of(name)) for name, teacher in config.teachers.items()}
 
     def stages(roles: Mapping[str, ScoringModel]) -> list[Stage]:
         found: list[Stage] = [
@@ -74,7 +73,7 @@ def teacher_stages(config: GRPOMasterConfig, data: RunData | None, tokenizer: To
             )
             if role in aligned
             else TeacherLogprobs(roles[role], role, routes, weight)
-            for role, weight in own.items()
+            for role, weight in weights.items()
         ]
         return [
             *found,

@@ -115,6 +115,19 @@ def test_the_initial_weights_may_be_the_teacher() -> None:
     assert (initial.keeps_reference, config_of().keeps_reference) == (True, False)
 
 
+def test_tokens_have_their_weights() -> None:
+    key = "on_policy_distillation.self_distillation.token_weights"
+    config = config_of(f"{key}={{name: thinking, thinking: 3, answer: 0.5, thinking_tags: ['(', ')']}}")
+    (stage,) = teacher_stages(config, RUN_DATA, TOKENIZER)({"policy": TokenScores()})  # type: ignore[dict-item]
+    whole = sample(0, "(12)3", 1.0)
+    batch = StepBatch(build_training_batch([whole], 0, mask_truncated=False, needs_reward=False), [whole])
+    batch.tensors["prev_logprobs"] = torch.full(batch.tensors["input_ids"].shape, -0.5)
+    stage.apply(batch)
+    gaps = (batch.tensors["teacher_logprobs"] + 0.5)[batch.tensors["token_mask"] != 0]
+    own = torch.tensor([0.5 - token for token in TOKENIZER.encode("(12)3")])
+    assert torch.equal(gaps, own * torch.tensor([0.5, 3, 3, 0.5, 0.5]))
+
+
 def test_a_context_stands_at_the_end_of_the_last_message_of_its_role() -> None:
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": None}
     chat["messages"].append({"role": "user", "content": [{"type": "text", "text": "c"}]})
