@@ -342,7 +342,7 @@ def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
         for name in ends.before:
             setattr(part, name, None)
         # # Models that could read images raise an error if they do not find the embedding, also when asked for a head.
-        hf.get_input_embeddings = _no_embedding  # type: ignore[method-assign]
+        hf.get_input_embeddings = _no_embedding  # type: ignore[method-assign, assignment]
     if not place.is_last:
         for name in ends.after:
             setattr(part, name, None)
