@@ -161,6 +161,8 @@ def _wrap_blocks(hf: PreTrainedModel, found: "_Division", outputs: Collection[st
             _keep_own_heads(block, found.recurrent[name], tensor.mesh)
         elif fused and hasattr(block, "config"):
             _count_own_heads(block, tensor.mesh.size())
+        for each in [each for each in found.styles if each.startswith(f"{name}.{_CHOOSER}.")]:
+            _count_own_heads(hf.get_submodule(each.rpartition(".")[0]), tensor.mesh.size())
         of_output = [each for each in outputs if _within(each, [name])]
         leave = _unchanged if of_output else tensor.leave
         block.forward = partial(_run_between, block.forward, tensor.enter, leave)
@@ -366,6 +368,8 @@ def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
     return found
 
 
+_CHOOSER = "indexer"
+"""Module of an attention layer that chooses keys for each head of keys."""
 _INPUTS_PER_LAYER = "project_per_layer_inputs"
 """Method of Gemma's text models that adds a second embedding `[b, T, layers, d]` to a projection of the first one."""
 

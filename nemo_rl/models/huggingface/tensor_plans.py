@@ -78,6 +78,8 @@ _KNOWN_WHOLE = (
 )
 _DOWN = ("down_proj", "w2", "fc2", "c_proj", "output_linear", "dense_4h_to_h", "wo")
 """Names that architectures give to the last linear layer of a feed-forward layer."""
+_GATHERED = ("colwise_gather_output", "rowwise_split_input")
+"""Styles of transformers for layers that give and take whole tensors, so that ranks need not divide them."""
 _MLA = {"q_proj": COLUMN, "q_b_proj": COLUMN, "kv_b_proj": COLUMN, "o_proj": ROW}
 _ATTENTION = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW}
 _NORM = Style("norm")
@@ -141,6 +143,14 @@ def _glm(config: Any) -> dict[str, Style]:
     return _attention_and("mlp", {"gate_up_proj": Style("column", (width, width)), "down_proj": ROW})(config)
 
 
+def _minimax_m3(config: Any) -> dict[str, Style]:
+    """Divide the heads that choose blocks of keys like those of keys, because a head of keys has its own choice."""
+    width, heads = config.dense_intermediate_size, config.index_n_heads
+    choice = Style("column", heads=(HeadPart(heads * config.index_head_dim, heads),))
+    mlp = {"gate_up_proj": Style("column", (width, width)), "down_proj": ROW}
+    return _attention_and("mlp", mlp, **{"indexer.q_proj": choice})(config)
+
+
 def _nemotron_h(config: Any) -> dict[str, Style]:
     """Divide each kind of layer. A layer has one block, whose name is that of all kinds."""
     styles = _ATTENTION | {"up_proj": COLUMN, "down_proj": ROW}
@@ -163,12 +173,15 @@ OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
     "lfm2_moe": _attention_and("feed_forward", {"w1": COLUMN, "w3": COLUMN, "w2": ROW}, out_proj=ROW),
     "llama4_text": _llama4,
     "minimax_m2": _normed_attention,
+    "minimax_m3_vl_text": _minimax_m3,
     "nemotron_h": _nemotron_h,
     "olmo2": _normed_attention,
     "olmo3": _normed_attention,
     "olmo_hybrid": _normed_attention,
     "olmoe": _normed_attention,
     "phi3": _phi3,
+    "phi4_multimodal": _phi3,
+    "qwen4_exp_text": _attention_and("mlp", {}),
 }
 """Functions by `model_type` that return additions to the model's own plan. Names are relative to the decoder body."""
 
@@ -215,6 +228,8 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
     brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added and name in present}
     # # Experts that `expert_parallel` does not know stay whole on every rank: their fused tensors are no linear layers.
     brought = {name: style for name, style in brought.items() if not name.rpartition(".")[0].endswith(".experts")}
+    if own:
+        brought = {name: style for name, style in brought.items() if style not in _GATHERED}
     plan = _read(brought, type(hf).__name__) | added
     if not any(style.how == "row" for style in plan.values()):
         raise ConfigError(

@@ -341,11 +341,18 @@ def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
     if not place.is_first:
         for name in ends.before:
             setattr(part, name, None)
+        # # Models that could read images raise an error if they do not find the embedding, also when asked for a head.
+        hf.get_input_embeddings = _no_embedding  # type: ignore[method-assign, assignment]
     if not place.is_last:
         for name in ends.after:
             setattr(part, name, None)
-        for name in [name for name, module in hf.named_children() if module is not part]:
+        # # The body of a model that could read images is a module of a child.
+        for name in [name for name, child in hf.named_children() if part not in child.modules()]:
             setattr(hf, name, None)
+
+
+def _no_embedding() -> None:
+    """Return None, as other models do for an embedding that was removed."""
 
 
 def _require_trainable(hf: PreTrainedModel, owners: dict[str, list[int]], place: Place) -> None:

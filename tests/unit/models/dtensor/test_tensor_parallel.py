@@ -70,6 +70,22 @@ def test_parts_that_need_all_ranks_or_all_tokens_equal_one_process(model_type, m
     assert found.largest < 1e-9, found
 
 
+@pytest.mark.parametrize("model_type", ["minimax_m3_vl_text", "qwen4_exp_text", "phi4_multimodal"])
+def test_models_whose_own_plan_gathers_what_it_divides_equal_one_process(model_type, tmp_path) -> None:
+    """Keys are chosen by each head of keys (MiniMax-M3), or by all ranks for all heads (Qwen4)."""
+    model = every_type.save_tiny_model(model_type, tmp_path / "m")
+    ours = mesh_numbers(model, TP2, 2, packed=False, steps=1, dtype=torch.float64)
+    found = difference(ours, one_process(model, 1))
+    assert found.largest < 1e-9, found
+
+
+def test_one_head_that_chooses_keys_is_not_divided(tmp_path) -> None:
+    model = every_type.save_tiny_model("minimax_m3_vl_text", tmp_path / "m")
+    config = policy_config(model, TP2, packed=False, hf_config_overrides={"index_n_heads": 1})
+    with pytest.raises(ConfigError, match=r"indexer\.q_proj\.weight has 1 heads.* not a multiple of .*parallel_size=2"):
+        DTensorTraining().check(config, 2)
+
+
 def test_a_norm_without_a_mean_over_channels_is_refused() -> None:
     """Such a norm would use the statistics of this rank's channels alone."""
     with pytest.raises(ConfigError, match="does not compute a mean of squares"):

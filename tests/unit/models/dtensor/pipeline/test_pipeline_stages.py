@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from architectures import random_model
-from parity.every_type import tiny_model
+from parity.compare import difference
+from parity.every_type import save_tiny_model, tiny_model
+from parity.ranks import mesh_numbers
+from parity.reference import one_process
 from pipeline_helpers import CPU, Case, layers, microbatches, save_model
 from policy_helpers import free_port, run_ranks
 from torch import nn
@@ -61,6 +64,29 @@ def test_a_stage_keeps_its_own_weights_under_their_names() -> None:
     assert set().union(*kept) == whole and sum(map(len, kept)) == len(whole)
     assert "model.embed_tokens.weight" in kept[0] and {"model.norm.weight", "lm_head.weight"} <= kept[2]
     assert "model.layers.2.mlp.up_proj.weight" in kept[1] and "model.layers.4.mlp.up_proj.weight" in kept[2]
+
+
+def test_a_body_inside_another_module_is_kept() -> None:
+    """Gemma 4's unified models can read images; without these parts, they are like a text model with another name."""
+    whole, kept = set(tiny_model("gemma4_unified").state_dict()), []
+    for number in range(2):
+        hf = tiny_model("gemma4_unified")
+        cut(hf, _place(number, 2, 4))
+        kept.append(set(hf.state_dict()))
+        assert (hf.get_input_embeddings() is None) == (number == 1)
+        assert (hf.get_output_embeddings() is None) == (number == 0)
+    assert set().union(*kept) == whole
+    assert "model.language_model.layers.1.mlp.up_proj.weight" in kept[0]
+    assert "model.language_model.layers.2.mlp.up_proj.weight" in kept[1]
+
+
+def test_ranks_without_the_embedding_of_such_a_model_equal_one_process(tmp_path) -> None:
+    """Its own code raises an error where it does not find the embedding."""
+    model = save_tiny_model("gemma4_unified", tmp_path / "m")
+    mesh = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    ours = mesh_numbers(model, mesh, 4, packed=True, steps=1, dtype=torch.float64)
+    found = difference(ours, one_process(model, 1))
+    assert found.largest < 1e-9, found
 
 
 def test_a_tied_weight_is_known_by_one_name() -> None:
