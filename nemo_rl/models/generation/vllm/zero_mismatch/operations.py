@@ -31,6 +31,7 @@ from vllm.v1.sample.sampler import Sampler
 from nemo_rl.distributed.parallel_logprobs.density import whole_logprobs
 from nemo_rl.host.row_invariance import linear_in_parts
 from nemo_rl.models.generation.vllm.zero_mismatch.paged_attention import TrainerAttentionBackend
+from nemo_rl.models.generation.vllm.zero_mismatch.trainer_modules import keep_trainer_modules
 
 
 def compute_as_the_trainer() -> None:
@@ -47,6 +48,7 @@ def compute_as_the_trainer() -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{backend.__module__}.{backend.__qualname__}")
     _widen_logits()
     _normalize_as_the_trainer()
+    keep_trainer_modules()
 
 
 def keep_unpacked(layer: Any, remove_weight: bool) -> None:
