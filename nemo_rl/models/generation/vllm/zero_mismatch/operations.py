@@ -10,8 +10,10 @@
 - Attention (`paged_attention`).
 - Log-probabilities: the trainer widens logits before scale and cap, and subtracts one normalizer.
 
-Invariant: with `host.row_invariance.compute_rows_alike`, the log-probability of a token has the bits of the trainer's,
-for the models that `check.PROVEN_TYPES` names. These functions run in vLLM's worker.
+The types of `check.TYPES_OF_TRANSFORMERS` are computed with the modules of transformers (`trainer_modules`), so their
+rotary embeddings and norms are the trainer's. Invariant: with `host.row_invariance.compute_rows_alike`, the
+log-probability of a token has the bits of the trainer's, for the models that `check.PROVEN_TYPES` names. These
+functions run in vLLM's worker.
 """
 
 from typing import Any

@@ -1,11 +1,11 @@
 """Let vLLM compute a model with the trainer's own modules.
 
 vLLM can run the modules of transformers (`vllm.model_executor.models.transformers`), with its own embedding, linear
-layers, attention and output head. It also replaces norms and activations, joins projections, and computes routers and
-experts of mixtures with its own kernels, which round otherwise. `keep_trainer_modules` leaves all of these as
-transformers computes them. Experts are the exception: vLLM holds their weights, because a checkpoint and a sync of
-weights name each expert. `experts_of_tokens` computes what `transformers.integrations.moe.grouped_mm_experts_forward`
-does with them.
+layers, attention and output head. It also replaces norms and activations, joins projections, computes routers and
+experts of mixtures with its own kernels, and keeps latents of latent attention in its cache. All of this rounds
+otherwise. `keep_trainer_modules` leaves it as transformers computes it. Experts are the exception: vLLM holds their
+weights, because a checkpoint and a sync of weights name each expert. `experts_of_tokens` computes what
+`transformers.integrations.moe.grouped_mm_experts_forward` does with them.
 
 Invariant: with `operations.compute_as_the_trainer`, a layer computes the trainer's operations in the trainer's order.
 These functions run in vLLM's worker.
