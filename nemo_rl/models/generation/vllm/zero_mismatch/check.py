@@ -14,9 +14,11 @@ from nemo_rl.utils.errors import ConfigError
 OWN_TYPES = ("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Model types that vLLM computes with its own class, with operations of the trainer (`operations`)."""
 TYPES_OF_TRANSFORMERS = (
-    *("arcee", "cohere", "cohere2", "cwm", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone4", "flex_olmo", "glm"),
-    *("glm4_moe", "gpt_neox", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2", "mixtral", "olmo"),
-    *("olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "starcoder2"),
+    *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
+    *("ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "glm", "glm4_moe", "glm4_moe_lite", "gpt_neox"),
+    *("gpt_oss", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2", "minimax_m2", "ministral", "ministral3"),
+    *("mixtral", "olmo", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open"),
+    *("starcoder2", "vaultgemma"),
 )
 """Model types that vLLM computes with the modules of transformers (`trainer_modules`)."""
 PROVEN_TYPES = tuple(sorted((*OWN_TYPES, *TYPES_OF_TRANSFORMERS)))
