@@ -20,7 +20,7 @@ OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
 LINES = {"core": 105_100, "all": 136_500}
-FILES = {"core": 576, "all": 775}
+FILES = {"core": 577, "all": 775}
 FOLDERS = 95
 SHORT_FILES = 49
 """Files under 60 lines, without `__init__.py`."""
