@@ -20,6 +20,8 @@ from transformers import (
     ProcessorMixin,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from nemo_rl.utils.errors import ConfigError
@@ -237,3 +239,27 @@ def save_tiny_checkpoint(
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(0o644)
+
+
+def save_mixture(folder: Path) -> None:
+    """Save a Qwen3-MoE model with 4 of 32 experts for each token."""
+    tokenizer = make_char_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=264,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(0)
+    save_tiny_checkpoint(folder, Qwen3MoeForCausalLM(config).float(), tokenizer)

@@ -4,8 +4,9 @@ The kernels of CPUs choose the order of a sum by the number of rows: a product w
 a vector. An engine that decodes one token at a time would then compute other bits than a trainer that reads a whole
 sequence. Threads divide rows, so the numbers of rows with other bits depend on the number of threads. A trial on this
 processor finds them, for one and for many threads. `compute_rows_alike` replaces the matrix products of this process by
-products with the next larger number of rows that has the usual bits. Missing rows are zeros. It also selects attention
-in blocks (`attention.blocks`), because the order of its sums would depend on the length of a row.
+products with the next larger number of rows that has the usual bits, and with at least two columns. Missing rows and
+columns are zeros. It also selects attention in blocks (`attention.blocks`), because the order of its sums would depend
+on the length of a row.
 
 Kernels of single elements compute vectors, and the elements after the last whole vector of a thread one by one. Some
 functions then have other last bits (`_OF_ELEMENTS`). Their arguments are padded to whole vectors in each thread.
@@ -28,7 +29,7 @@ from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_TRIED_SIZES = ((32, 64), (64, 48), (48, 131), (576, 192), (1536, 576))
+_TRIED_SIZES = ((32, 64), (64, 2), (64, 48), (48, 131), (576, 192), (1536, 576))
 """Inner and outer sizes of tried products."""
 _FEW_ROWS = 32
 """Numbers of rows up to this one are all tried."""
@@ -106,6 +107,8 @@ def _with_rows(kernel: Any, enough: Sequence[int], factor: int, axis: int) -> Ca
     """
 
     def compute(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if args[factor + 1].shape[axis + 1] == 1:
+            return compute(keyset, *_with_two_columns(args, factor), **kwargs).narrow(axis + 1, 0, 1)
         rows = args[factor].shape[axis]
         wanted = enough[rows] if rows < len(enough) else rows
         if rows == wanted:
@@ -119,6 +122,16 @@ def _with_rows(kernel: Any, enough: Sequence[int], factor: int, axis: int) -> Ca
         return padded.narrow(axis, 0, rows)
 
     return compute
+
+
+def _with_two_columns(args: Sequence[Any], factor: int) -> list[Any]:
+    """Return the arguments of a product with a second column of zeros in the right factor, argument `factor + 1`.
+
+    A product with one column is one of a matrix and a vector, whose sums have an order for each number of rows.
+    """
+    wider = list(args)
+    wider[factor + 1] = _longer(args[factor + 1].transpose(-1, -2), -2, 2).transpose(-1, -2)
+    return wider
 
 
 def _into(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:

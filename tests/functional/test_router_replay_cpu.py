@@ -4,10 +4,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 from example_runs import StartExample, of_training, read_metrics
-from tiny_models import make_char_tokenizer, save_tiny_checkpoint
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny_models import save_mixture
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,30 +27,6 @@ COMMON = (
     "loss_fn.reference_policy_kl_penalty=0.01",
 )
 REPLAY = "policy.router_replay.enabled=true"
-
-
-def save_mixture(folder: Path) -> None:
-    """Save a Qwen3-MoE model with 4 of 32 experts for each token."""
-    tokenizer = make_char_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=264,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=32,
-        num_experts_per_tok=4,
-        moe_intermediate_size=48,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        initializer_range=0.15,
-    )
-    torch.manual_seed(0)
-    save_tiny_checkpoint(folder, Qwen3MoeForCausalLM(config).float(), tokenizer)
 
 
 @pytest.mark.parametrize("more", [(), ("cluster.rollout_runners=1",)], ids=["driver", "runner"])

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 105_200, "all": 136_500}
-FILES = {"core": 577, "all": 775}
+LINES = {"core": 105_300, "all": 136_700}
+FILES = {"core": 578, "all": 776}
 FOLDERS = 95
 SHORT_FILES = 49
 """Files under 60 lines, without `__init__.py`."""

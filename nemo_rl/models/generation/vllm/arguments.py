@@ -32,6 +32,7 @@ from nemo_rl.models.generation.vllm.grammars import structured_outputs
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.speculation import speculation_of
+from nemo_rl.models.generation.vllm.zero_mismatch.check import TYPES_OF_TRANSFORMERS
 from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.quantization import WeightQuantization
@@ -127,7 +128,10 @@ def engine_arguments(
         "hf_overrides": _hf_overrides(settings),
         "disable_log_stats": True,
     }
-    if reads_more_than_text(load_model_config(settings.model_name, settings.hf_overrides)):
+    model = load_model_config(settings.model_name, settings.hf_overrides)
+    if settings.zero_mismatch and model.get_text_config().model_type in TYPES_OF_TRANSFORMERS:
+        values["model_impl"] = "transformers"
+    if reads_more_than_text(model):
         values |= _images(settings)
     if settings.num_workers > 1:
         values["distributed_executor_backend"] = RanksExecutor

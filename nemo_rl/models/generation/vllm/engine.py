@@ -79,6 +79,7 @@ from nemo_rl.models.generation.vllm.running_model import (
 )
 from nemo_rl.models.generation.vllm.speculation import proposes_with_latent_attention, speculation_of
 from nemo_rl.models.generation.vllm.zero_mismatch.operations import compute_as_the_trainer
+from nemo_rl.models.generation.vllm.zero_mismatch.trainer_modules import CLASSES
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm import ThreadChoice, cores_of_each, inspect_here, packing_threads, start_threads
@@ -130,14 +131,15 @@ class VllmEngine(SteppedEngine):
             clear_new_blocks()
         if settings.device == "cpu":
             if is_on("model_inspection", settings.optimizations):
-                inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
-            _fit_to_cpu(arguments)
+                own = load_model_config(settings.model_name, settings.hf_overrides).architectures or ()
+                inspect_here(CLASSES if arguments.model_impl == "transformers" else own)
             repair_speculation()
             rotate_each_head()
             serve_experts_without_gate()
             compute_own_products()
             if settings.zero_mismatch:
                 compute_as_the_trainer()
+            _fit_to_cpu(arguments)
         if hasattr(os, "memfd_create"):
             # # Without this, vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file

@@ -100,7 +100,8 @@ def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
     if recorder is not None:
         given = [(name, tensor.clone()) for name, tensor in tensors]
         recorder.watch(given)
-    if runner.model_config.hf_text_config.model_type == "gpt_oss":
+    model = runner.model_config
+    if model.hf_text_config.model_type == "gpt_oss" and model.model_impl != "transformers":
         given = one_by_one(given)
     given, draft = list(given), trained_draft(worker)
     note_sent(worker.sent_to_recurrent_layers, given)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ CHILD = Path(__file__).with_name("zero_mismatch_child.py")
 EVALUATION = REPOSITORY_ROOT / "examples/configs/evals/eval_cpu.yaml"
 TOOLS = Path(__file__).parents[4] / "tools"
 TYPES = ("llama", "qwen3_moe", "gemma2")
-VLLM_TYPES = (
-    *(name for name in PROVEN_TYPES if name != "llama"),
-    *(f"llama:{rotation}" for rotation in PROVEN_ROTATIONS if rotation != "default"),
-)
+FAST_VLLM_TYPES = ("llama", "qwen3_moe")
+"""A type that vLLM computes with its own class, and a mixture that it computes with the modules of transformers."""
+ROTATIONS = tuple(f"{name}:{kind}" for name in FAST_VLLM_TYPES for kind in PROVEN_ROTATIONS if kind != "default")
+VLLM_TYPES = tuple(batched((*(name for name in PROVEN_TYPES if name not in FAST_VLLM_TYPES), *ROTATIONS), 10))
 MORE_TYPES = (
     *("gemma3_text", "cohere2", "qwen2", "qwen3", "mistral", "olmo2", "phi3", "glm4", "smollm3", "gpt_oss"),
     *("deepseek_v3", "glm4_moe"),
@@ -70,13 +71,15 @@ def test_more_models_have_the_same_bits() -> None:
 
 @pytest.mark.vllm
 def test_vllm_and_policy_have_the_same_bits() -> None:
-    require_equal(found("--engine", "vllm", "llama"), ("llama",))
+    require_equal(found("--engine", "vllm", *FAST_VLLM_TYPES), FAST_VLLM_TYPES)
 
 
 @pytest.mark.long
 @pytest.mark.vllm
-def test_vllm_has_the_same_bits_for_more_models() -> None:
-    require_equal(found("--engine", "vllm", *VLLM_TYPES), VLLM_TYPES)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("types", VLLM_TYPES, ids=lambda types: types[0])
+def test_vllm_has_the_same_bits_for_more_models(types: tuple[str, ...]) -> None:
+    require_equal(found("--engine", "vllm", *types), types)
 
 
 def test_the_comparison_finds_other_bits() -> None:
@@ -106,11 +109,16 @@ def test_settings_with_other_bits_are_refused(values: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("model", "values", "message"),
     [
-        ({"model_type": "olmo2"}, {}, "a model of type olmo2"),
+        ({"model_type": "stablelm"}, {}, "a model of type stablelm"),
+        ({"model_type": "qwen3_moe", "hidden_act": "gelu"}, {}, "experts with hidden_act=gelu"),
+        ({"model_type": "qwen3_moe", "experts_implementation": "eager"}, {}, "no multiples of 8"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, {}, "of type dynamic"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "has quantized weights"),
+        ({"model_type": "olmo2"}, {"dtensor_cfg": {"tensor_parallel_size": 2}}, "undivided layers of the policy only"),
         ({}, {"generation": {"top_p": 0.9}}, "vLLM's filters are not proven"),
         ({}, {"generation": {"vllm_cfg": {"kv_cache_dtype": "fp8"}}}, "kv_cache_dtype=fp8 rounds"),
         ({}, {"generation": {"vllm_kwargs": {"quantization": "fp8"}}}, "vllm_kwargs.quantization"),
+        ({}, {"generation": {"vllm_kwargs": {"model_impl": "vllm"}}}, "vllm_kwargs.model_impl"),
     ],
 )
 def test_what_is_not_proven_with_vllm_is_refused(model: dict[str, Any], values: dict[str, Any], message: str) -> None:
@@ -120,8 +128,9 @@ def test_what_is_not_proven_with_vllm_is_refused(model: dict[str, Any], values: 
         require_same_bits(asked, config)
 
 
-def test_a_proven_model_is_accepted_with_vllm() -> None:
-    require_same_bits(policy(generation={"backend": "vllm"}), AutoConfig.for_model("llama"))
+@pytest.mark.parametrize("model_type", PROVEN_TYPES)
+def test_a_proven_model_is_accepted_with_vllm(model_type: str) -> None:
+    require_same_bits(policy(generation={"backend": "vllm"}), AutoConfig.for_model(model_type))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.host.row_invariance import compute_rows_alike
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.generation.vllm.zero_mismatch.check import PROVEN_TYPES
+from nemo_rl.models.generation.vllm.zero_mismatch.check import OWN_TYPES
 from nemo_rl.models.huggingface.tensor_plans import rows_divided
 from nemo_rl.models.policy.batching import logprob_strategy, shard_batch
 from nemo_rl.models.policy.workers.rank import PolicyWorker
@@ -58,7 +58,7 @@ def scored(config: PolicyConfig, data: BatchedDataDict[Any]) -> Tensor:
 
 def tokens_with_other_bits(model: Path, dtype: str, layouts: Layouts = LAYOUTS) -> list[int]:
     """Return the number of sampled tokens whose log-probability has other bits on two ranks, by mesh and packing."""
-    prompts, answers, logprobs = torch.load(f"{model}-{dtype}.pt")
+    (prompts, answers, logprobs), _ = torch.load(f"{model}-{dtype}.pt")
     rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     data = BatchedDataDict[Any]({"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in rows])})
@@ -83,8 +83,8 @@ def test_a_whole_model_has_the_bits_of_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_more_models_have_the_bits_of_two_ranks(engine: str, tmp_path: Path) -> None:
-    sampled(PROVEN_TYPES, engine, tmp_path)
-    for model_type in PROVEN_TYPES:
+    sampled(OWN_TYPES, engine, tmp_path)
+    for model_type in OWN_TYPES:
         for dtype in ("float32", "bfloat16"):
             found = tokens_with_other_bits(tmp_path / model_type, dtype)
             assert found == [0] * len(LAYOUTS), (model_type, dtype, found)

@@ -10,8 +10,10 @@
 - Attention (`paged_attention`).
 - Log-probabilities: the trainer widens logits before scale and cap, and subtracts one normalizer.
 
-Invariant: with `host.row_invariance.compute_rows_alike`, the log-probability of a token has the bits of the trainer's,
-for the models that `check.PROVEN_TYPES` names. These functions run in vLLM's worker.
+The types of `check.TYPES_OF_TRANSFORMERS` are computed with the modules of transformers (`trainer_modules`), so their
+rotary embeddings and norms are the trainer's. Invariant: with `host.row_invariance.compute_rows_alike`, the
+log-probability of a token has the bits of the trainer's, for the models that `check.PROVEN_TYPES` names. These
+functions run in vLLM's worker.
 """
 
 from typing import Any
@@ -31,6 +33,7 @@ from vllm.v1.sample.sampler import Sampler
 from nemo_rl.distributed.parallel_logprobs.density import whole_logprobs
 from nemo_rl.host.row_invariance import linear_in_parts
 from nemo_rl.models.generation.vllm.zero_mismatch.paged_attention import TrainerAttentionBackend
+from nemo_rl.models.generation.vllm.zero_mismatch.trainer_modules import keep_trainer_modules
 
 
 def compute_as_the_trainer() -> None:
@@ -47,6 +50,7 @@ def compute_as_the_trainer() -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{backend.__module__}.{backend.__qualname__}")
     _widen_logits()
     _normalize_as_the_trainer()
+    keep_trainer_modules()
 
 
 def keep_unpacked(layer: Any, remove_weight: bool) -> None:
