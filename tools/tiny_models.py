@@ -250,7 +250,6 @@ def save_mixture(folder: Path) -> None:
         num_hidden_layers=4,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
         num_experts=32,
         num_experts_per_tok=4,
         moe_intermediate_size=48,
