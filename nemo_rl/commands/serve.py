@@ -102,7 +102,7 @@ def serve(
     tokenizer = get_tokenizer(config.policy.tokenizer)
     allowed = config.cluster.max_run_restarts
     restarts, stop = RestartCounter(_RESTARTS if allowed is None else allowed), threading.Event()
-    while (loss := _serve_until_loss(config, open_models, tokenizer, stop)) is not None:
+    while (loss := _serve_until_loss(config, open_models, tokenizer, stop, is_first=restarts.number == 0)) is not None:
         restarts.add()
         if isinstance(loss, RayDiedError) or restarts.are_too_many:
             raise loss
@@ -115,12 +115,23 @@ def _serve_until_loss(
     open_models: "Callable[[ServiceMasterConfig], tuple[AdapterModels, Callable[[], None]]]",
     tokenizer: "TokenizerType",
     stop: threading.Event,
+    *,
+    is_first: bool,
 ) -> "NemoRLError | None":
-    """Serve until a stop signal, or until the models lose a process, and return the error of the loss."""
+    """Serve until a stop signal, or until the models lose a process, and return the error of the loss.
+
+    A process that dies while models are started again is such a loss. At the first start, it is an error.
+    """
     from nemo_rl.host.boundary import in_background
     from nemo_rl.serving.http.server import serving
+    from nemo_rl.utils.errors import WorkerDiedError
 
-    models, close = open_models(config)
+    try:
+        models, close = open_models(config)
+    except WorkerDiedError as error:
+        if is_first:
+            raise
+        return None if stop.is_set() else error
     ended, losses = threading.Event(), list["NemoRLError"]()
 
     def end_after(error: "NemoRLError") -> None:

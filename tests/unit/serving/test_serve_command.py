@@ -263,7 +263,14 @@ class Mortal(FakeModels):
         return await super().run_pass(adapter, data, loss, backward=backward)
 
 config = load_config(sys.argv[1], sys.argv[2:], schema=ServiceMasterConfig)
-sys.exit(exit_status(lambda: serve(config, lambda config: (Mortal(), lambda: None))))
+starts = iter(STARTS)
+
+def start(config):
+    if next(starts) == "dies":
+        raise WorkerDiedError("Worker rank-0 died during its start.")
+    return Mortal(), lambda: None
+
+sys.exit(exit_status(lambda: serve(config, start)))
 """
 
 
@@ -286,10 +293,11 @@ def trained(client: Raw, base: str, saves: bool = False) -> tuple[str, list[byte
 
 
 def test_models_that_lose_a_process_are_started_again(tmp_path):
-    """The same port continues, and the service ends when losses are too frequent."""
+    """The same port continues, also after a loss during a start, and the service ends when losses are too frequent."""
     path = os.pathsep.join([str(HERE), str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH", "")])
     overrides = ["service.port=0", f"service.state_dir={tmp_path / 'state'}", "service.log_dir=null"]
-    command = [sys.executable, "-c", LOSS, str(CONFIG), *overrides, "cluster.max_run_restarts=2"]
+    program = LOSS.replace("STARTS", "['lives', 'dies', *['lives'] * 9]")
+    command = [sys.executable, "-c", program, str(CONFIG), *overrides, "cluster.max_run_restarts=3"]
     environment = {**os.environ, "PYTHONPATH": path}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
@@ -309,6 +317,16 @@ def test_models_that_lose_a_process_are_started_again(tmp_path):
         assert "Traceback" not in text, text
     finally:
         process.kill()
+
+
+def test_models_that_do_not_start_end_the_service(tmp_path):
+    path = os.pathsep.join([str(HERE), str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH", "")])
+    overrides = ["service.port=0", f"service.state_dir={tmp_path / 'state'}", "service.log_dir=null"]
+    command = [sys.executable, "-c", LOSS.replace("STARTS", "['dies']"), str(CONFIG), *overrides]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 1
+    assert "\nWorkerDiedError: Worker rank-0 died during its start.\n" in done.stderr
 
 
 @pytest.mark.parametrize(
