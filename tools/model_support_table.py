@@ -318,6 +318,7 @@ _OPTION_COLUMNS = {
     "cp2": "CP 2",
     "pp2": "PP 2",
     "ep2": "EP 2",
+    "pp2tp2": "PP 2 and TP 2",
 }
 
 _COLUMNS = (

@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from example_runs import Metrics, StartExample, finished
+from example_runs import Metrics, StartExample, finished, killed_and_resumed
 from tiny_models import save_mixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
@@ -59,8 +59,17 @@ def test_vllm_and_policy_compute_the_same_bits_of_experts(
     assert all(0.9 < metrics["train", step, "moe/replayed_token_share"] < 1 for step in range(1, STEPS + 1))
 
 
-def require_equal(metrics: Metrics) -> None:
+@pytest.mark.parametrize("backend", ["vllm-bfloat16", "packed"])
+def test_a_resumed_run_has_the_same_bits(backend: str, start_example: StartExample, tmp_path: Path) -> None:
+    without_checkpoints = "checkpointing.enabled=false"
+    overrides = (*(each for each in OVERRIDES if each != without_checkpoints), *BACKENDS[backend])
+    overrides += ("grpo.max_num_steps=8", "checkpointing.save_period=4", "logger.tensorboard_enabled=false")
+    metrics = killed_and_resumed(start_example, "run_grpo.py", "grpo_math_cpu.yaml", overrides, tmp_path, 8)
+    require_equal(metrics, 8)
+
+
+def require_equal(metrics: Metrics, steps: int = STEPS) -> None:
     """Check that all log-probabilities of all steps have the same bits."""
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         assert metrics["train", step, "token_mult_prob_error"] == 1.0
         assert metrics["train", step, "gen_kl_error"] == 0.0

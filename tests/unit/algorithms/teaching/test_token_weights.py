@@ -187,7 +187,7 @@ def test_the_loss_with_factors_does_not_depend_on_the_batch_split() -> None:
             "two different texts",
         ),
         ("distillation_math_cpu", "+teacher.token_weights.kwargs.step=1", "are arguments of a class of your own"),
-        ("grpo_opd_cpu", "on_policy_distillation.self_distillation.token_weights.name=thinkin", "thinking"),
+        ("grpo_opd_cpu", "on_policy_distillation.self_distillation.token_weights.name=thoughts", "thinking"),
     ],
 )
 def test_wrong_keys_are_refused_by_name(file: str, override: str, error: str) -> None:
