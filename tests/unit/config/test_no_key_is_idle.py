@@ -237,7 +237,8 @@ def test_keys_without_effect_give_one_notice(tmp_path: Path, caplog: pytest.LogC
     path.write_text(yaml.safe_dump(content))
     with caplog.at_level(logging.INFO, "nemo_rl.config"):
         load_config(path, ["policy.dtensor_cfg.automodel_kwargs.force_hf=true"])
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].count("(") == 2
-    assert "policy.dtensor_cfg.automodel_kwargs.force_hf (models are" in caplog.messages[0]
-    assert "data.train.1.min_operand (only arithmetic" in caplog.messages[0]
+    # # Threads of other tests in this process may also log.
+    (notice,) = [record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl.config")]
+    assert notice.count("(") == 2
+    assert "policy.dtensor_cfg.automodel_kwargs.force_hf (models are" in notice
+    assert "data.train.1.min_operand (only arithmetic" in notice
