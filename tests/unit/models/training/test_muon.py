@@ -38,7 +38,7 @@ def test_matrices_and_vectors_get_the_bits_of_torch(kwargs) -> None:
     ours, theirs = _parameters(), _parameters()
     *matrices, vector, stack = theirs
     views = [nn.Parameter(matrix) for matrix in stack.detach()]
-    muon = Muon(_groups(ours), lr=0.02, adamw=ADAMW, **kwargs)
+    muon = Muon(_groups(ours), lr=0.02, adamw=ADAMW, ns_dtype="bfloat16", **kwargs)
     parts = [torch.optim.Muon([*matrices, *views], lr=0.02, **kwargs), torch.optim.AdamW([vector], **ADAMW)]
     for step in range(4):
         torch.manual_seed(step)
@@ -66,6 +66,23 @@ def test_float32_steps_approach_orthogonal_matrices() -> None:
             u, _, v = torch.linalg.svd(parameter.grad, full_matrices=False)
             rows, columns = parameter.shape[-2:]
             assert torch.allclose(start - parameter, u @ v * max(1, rows / columns) ** 0.5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("processor", "dtype"),
+    [
+        ({"avx2": True}, "float32"),
+        ({"avx2": True, "avx512_f": True}, "bfloat16"),
+        ({"neon": True, "bf16": True}, "bfloat16"),
+    ],
+)
+def test_steps_are_in_float32_where_bfloat16_has_no_instructions(processor, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
+    chosen = [Muon(_groups(_parameters()), lr=0.02, adamw=ADAMW, **given) for given in ({}, {"ns_dtype": "bfloat16"})]
+    assert [group["ns_dtype"] for muon in chosen for group in muon.param_groups if group["orthogonal"]] == [
+        dtype,
+        "bfloat16",
+    ]
 
 
 def test_a_rate_of_zero_changes_momentum_only() -> None:
