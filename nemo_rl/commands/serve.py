@@ -69,7 +69,9 @@ def _open_models(config: "ServiceMasterConfig") -> "tuple[AdapterModels, Callabl
     from nemo_rl.serving.models import open_models
 
     service = config.service
-    models = open_models(config.policy, config.cluster, service.seed, max_rank=service.max_rank)
+    models = open_models(
+        config.policy, config.cluster, service.seed, max_rank=service.max_rank, fused_models=service.fused_models
+    )
     return models, models.close
 
 

@@ -64,7 +64,7 @@ def check_folders(request: Request) -> Passed:
 def check_adapters(request: Request) -> Passed:
     """Check that the ranks and the engine compute adapters of the base model."""
     local = with_local_configs(request.config)
-    check_served(local.policy, local.cluster)
+    check_served(local.policy, local.cluster, _of_service(request.config).service.fused_models)
     return Passed(f"the ranks train them, and the engine {local.policy.sampling.backend} samples with them")
 
 

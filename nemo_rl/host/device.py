@@ -98,7 +98,10 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the model of a device, with the threads of a CPU. Devices of the same name compute the same bits."""
+    """Return the model of a device, with the kernels and threads of a CPU.
+
+    Devices of the same name compute the same bits.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -106,7 +109,19 @@ def device_name(device: torch.device) -> str:
     except OSError:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(named, platform.machine())}, {torch.get_num_threads()} threads"
+    name, kernels = next(named, platform.machine()), torch.backends.cpu.get_cpu_capability()
+    return f"{name}, {kernels}, {torch.get_num_threads()} threads"
+
+
+def has_no_bfloat16() -> bool:
+    """Return whether this processor multiplies bfloat16 matrices one number at a time.
+
+    oneDNN needs AVX-512 for them. On one core of an AMD EPYC with AVX2, torch multiplies 512 x 512 matrices in 440 ms,
+    and in 4 to 8 ms in float32. Forward and backward pass of a linear layer of 576 x 1536 for 512 tokens take 1.1 s
+    and 0.07 s.
+    """
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("avx2")) and not has.get("avx512_f")
 
 
 def gpu_is_in_use() -> bool:

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from nemo_rl.config import ClusterConfig, PolicyConfig, report_findings
 from nemo_rl.config.rules.engines import check_zero_mismatch
 from nemo_rl.config.rules.models import trust_models
 from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors
 from nemo_rl.models.adapters.training import AdamParams
@@ -35,8 +37,11 @@ from nemo_rl.models.generation.factory import (
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.models.generation.responses import stop_token_ids
 from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.huggingface.tensor_files import download_models
 from nemo_rl.models.policy.adapter_policy import AdapterPolicy, check_adapter_policy
+from nemo_rl.models.policy.workers.adapter_rank import NamedLoss, Refusal
+from nemo_rl.serving.fused_passes import PassQueue
 from nemo_rl.serving.interfaces import (
     AdapterModels,
     LossSpec,
@@ -70,16 +75,24 @@ class ServedModels(AdapterModels):
         limits: what the base accepts.
         timeout_s: seconds for the transfer of a sampler to the engines.
         resources: stack that ends all processes when it is closed.
+        fused_models: largest number of adapters whose passes share the base.
     """
 
     def __init__(
-        self, policy: AdapterPolicy, engines: EngineGroup, limits: ModelLimits, timeout_s: float, resources: ExitStack
+        self,
+        policy: AdapterPolicy,
+        engines: EngineGroup,
+        limits: ModelLimits,
+        timeout_s: float,
+        resources: ExitStack,
+        fused_models: int = 1,
     ) -> None:
         self.limits = limits
         self._policy, self._engines, self._timeout_s, self._resources = policy, engines, timeout_s, resources
         self._adapters: set[str] = set()
         self._samplers: dict[str, AdapterTensors] = {}
         self._turns = ThreadPoolExecutor(1, thread_name_prefix="ranks")
+        self._passes = PassQueue(self._run_passes, fused_models)
         engines.load_weights = self._give_all
 
     async def create(self, adapter: str, shape: AdapterShape) -> None:
@@ -94,12 +107,8 @@ class ServedModels(AdapterModels):
         """Compute a loss (`AdapterModels.run_pass`)."""
         self._require(adapter)
         named = named_loss(loss)
-
-        def compute() -> PassResult:
-            rows = rows_of(data, named, self.limits)
-            return pass_result(data, *self._policy.run_pass(adapter, rows, named, backward=backward))
-
-        return await self._turn(compute)
+        rows = await asyncio.to_thread(rows_of, data, named, self.limits)
+        return pass_result(data, *await self._passes.run(adapter, rows, named, backward=backward))
 
     async def update(self, adapter: str, params: AdamParams) -> dict[str, float]:
         """Make an update (`AdapterModels.update`)."""
@@ -197,6 +206,11 @@ class ServedModels(AdapterModels):
         except DataError as error:
             raise RequestError(str(error)) from error
 
+    async def _run_passes(
+        self, rows: Mapping[str, BatchedDataDict[Any]], loss: NamedLoss, backward: bool
+    ) -> dict[str, tuple[float, Tensor] | Refusal]:
+        return await self._turn(self._policy.run_passes, rows, loss, backward=backward)
+
     def _add_sampler(self, sampler: str, keep: Callable[..., AdapterTensors], source: str | Path) -> None:
         self._samplers[sampler] = keep(sampler, source)
         self._on_engines("add_adapter", sampler, self._samplers[sampler])
@@ -232,8 +246,11 @@ class ServedModels(AdapterModels):
         return name
 
 
-def check_served(policy: PolicyConfig, cluster: ClusterConfig) -> None:
+def check_served(policy: PolicyConfig, cluster: ClusterConfig, fused_models: int = 1) -> None:
     """Check that the models of a configuration can be served. No process is started.
+
+    Args:
+        fused_models: largest number of adapters whose passes share the base.
 
     Raises:
         ConfigError: a setting is not supported. The message names it.
@@ -243,13 +260,23 @@ def check_served(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         raise ConfigError(
             "policy.generation is null, and a service samples. Set policy.generation.backend to vllm or hf."
         )
+    if fused_models > 1 and expert_parameters_of(load_model_config(policy.model_name, policy.hf_config_overrides)):
+        raise ConfigError(
+            f"service.fused_models={fused_models}, but {policy.model_name} has experts, whose layers compute only some "
+            "tokens of a pass. Set service.fused_models=1."
+        )
     check_engine_adapters(policy, cluster)
     report_findings(check_zero_mismatch(policy, cluster))
     check_engine_model(policy, cluster)
 
 
 def open_models(
-    policy: PolicyConfig, cluster: ClusterConfig, seed: int, name: str = "served", max_rank: int = 64
+    policy: PolicyConfig,
+    cluster: ClusterConfig,
+    seed: int,
+    name: str = "served",
+    max_rank: int = 64,
+    fused_models: int = 1,
 ) -> ServedModels:
     """Start the ranks and engines of a base model, and block until they are ready.
 
@@ -262,13 +289,14 @@ def open_models(
         seed: seed of the ranks and engines. Requests have their own seeds.
         name: beginning of the names of the processes, which differs between the models of one Ray.
         max_rank: largest rank of an adapter.
+        fused_models: largest number of adapters whose passes share the base. With 1, results do not depend on others.
 
     Raises:
         ConfigError: the configuration cannot be served.
         ResourceInsufficientError, DeadlineExceededError, WorkerDiedError: a process did not start.
     """
     trust_models([("model_name", "tokenizer.name", policy)])
-    check_served(policy, cluster)
+    check_served(policy, cluster, fused_models)
     download_models([policy.model_name])
     init_ray(optimizations=cluster.optimizations)
     with ExitStack() as resources:
@@ -282,7 +310,7 @@ def open_models(
         engines = make_engines(settings, places, cluster, name_prefix=f"{name}_engine")
         resources.callback(engines.shutdown)
         timeout_s = cluster.timeouts.weight_sync_s
-        return ServedModels(ranks, engines, limits_of(policy), timeout_s, resources.pop_all())
+        return ServedModels(ranks, engines, limits_of(policy), timeout_s, resources.pop_all(), fused_models)
 
 
 def limits_of(policy: PolicyConfig) -> ModelLimits:

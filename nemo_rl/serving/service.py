@@ -82,7 +82,8 @@ class Service:
                 if time.time() - stored_at > UNASKED_S:
                     tenant.forget_result(seq_id)
             self._turns.announce(tenant)
-        self._tasks = [asyncio.create_task(self._train()), asyncio.create_task(self._sweep())]
+        work = [self._train() for _ in range(self.config.fused_models)]
+        self._tasks = [asyncio.create_task(each) for each in (*work, self._sweep())]
 
     async def stop(self) -> None:
         """End the work. A later process continues from the files."""
@@ -289,10 +290,8 @@ class Service:
     async def _train(self) -> None:
         """Execute commands, one turn after another."""
         while True:
-            tenant = await self._turns.take(_SWEEP_S)
-            if tenant is None:
-                await self._without_end(self._tidy())
-            elif error := await self._without_end(self._turns.play(tenant, self.trainer.execute)):
+            tenant = await self._turns.take()
+            if error := await self._without_end(self._turns.play(tenant, self.trainer.execute)):
                 # The command has no stored result yet, and is tried again.
                 if not isinstance(error, StorageError):
                     tenant.adapter = None
@@ -320,7 +319,7 @@ class Service:
         """Move unused models to the disk, and remove models and samplers of sessions that have ended."""
         now = time.monotonic()
         for tenant in self.state.tenants.all():
-            if tenant.adapter is not None and now - tenant.used_at > self.config.idle_s:
+            if tenant.adapter is not None and not tenant.in_use.locked() and now - tenant.used_at > self.config.idle_s:
                 await self.trainer.evict(tenant)
         for session in self.state.sessions.all():
             if session.finished is not None and session.id not in self._removed:
@@ -344,10 +343,11 @@ class Service:
             self.on_loss(error)
 
     async def _sweep(self) -> None:
-        """Remove results, checkpoints and samplers whose time is over."""
+        """Remove results, checkpoints, samplers and models whose time is over."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             await self._without_end(self._remove_over())
+            await self._without_end(self._tidy())
 
     async def _remove_over(self) -> None:
         for promise in self.state.promises.remove_over():

@@ -69,6 +69,8 @@ class CommandRunner:
         folder = limits.config.log_dir
         self._log = RunLog(None if folder is None else Path(folder))
         self._numbers = itertools.count(1)
+        self._loading = asyncio.Lock()
+        """Held while a model gets its place in memory, so that models do not take the same place."""
         self._kinds: Mapping[str, Callable[[Tenant, Command, bytes], Awaitable[RequestOutcome]]] = {
             "create_model": self._create,
             "forward": self._pass,
@@ -86,6 +88,10 @@ class CommandRunner:
         Raises:
             StorageError: the result cannot be stored. The next call tries it again, and does not execute again.
         """
+        async with tenant.in_use:
+            return await self._execute(tenant)
+
+    async def _execute(self, tenant: Tenant) -> str:
         command = tenant.next_command
         assert command is not None, "the turn table gives models with commands only"
         outcome = self.unstored.get(tenant.id) or await self._outcome(tenant, command)
@@ -104,20 +110,22 @@ class CommandRunner:
 
     async def evict(self, tenant: Tenant) -> None:
         """Move a model from the memory to its files."""
-        if tenant.adapter is None:
-            return
-        # With an update whose result is not stored, the adapter is not that of `done_seq`.
-        is_of_done = not tenant.has_gradients and tenant.id not in self.unstored
-        if is_of_done and tenant.done_seq > tenant.state_seq:
-            await self._try_to_store_state(tenant)
-        await self._drop(tenant)
+        async with tenant.in_use:
+            if tenant.adapter is None:
+                return
+            # With an update whose result is not stored, the adapter is not that of `done_seq`.
+            is_of_done = not tenant.has_gradients and tenant.id not in self.unstored
+            if is_of_done and tenant.done_seq > tenant.state_seq:
+                await self._try_to_store_state(tenant)
+            await self._drop(tenant)
         logger.info("The model %s is on the disk.", tenant.id)
 
     async def close(self, tenant: Tenant) -> None:
         """Forget a model that is not continued."""
-        if tenant.adapter is not None:
-            await self._drop(tenant)
-        tenant.remove_files()
+        async with tenant.in_use:
+            if tenant.adapter is not None:
+                await self._drop(tenant)
+            tenant.remove_files()
 
     async def _outcome(self, tenant: Tenant, command: Command) -> RequestOutcome:
         """Return the result of a command. Errors of the server are logged, and tried again once.
@@ -158,6 +166,12 @@ class CommandRunner:
         first = tenant.commands[0]
         if first.has_failed and tenant.state_seq < 0:
             raise RequestError(f"The model {tenant.id} was not made, because its first request has failed.")
+        async with self._loading:
+            tenant.adapter = await self._loaded(tenant)
+        return tenant.adapter
+
+    async def _loaded(self, tenant: Tenant) -> str:
+        """Load the state of a model, execute again what came after it, and return the name of its adapter."""
         await self._make_room(tenant)
         name = f"{tenant.id}@{next(self._numbers)}"
         folder = tenant.state_folder
@@ -170,7 +184,6 @@ class CommandRunner:
         for command in tenant.replay():
             await self._repeat(name, tenant, command)
             tenant.steps_since_state += command.kind == "optim_step"
-        tenant.adapter = name
         return name
 
     async def _repeat(self, adapter: str, tenant: Tenant, command: Command) -> None:
@@ -188,8 +201,8 @@ class CommandRunner:
 
     async def _make_room(self, tenant: Tenant) -> None:
         resident = [each for each in self._state.tenants.all() if each.adapter is not None and each is not tenant]
-        resident.sort(key=lambda each: each.used_at)
-        for each in resident[: max(0, len(resident) + 1 - self._limits.config.max_resident_models)]:
+        unused = sorted((each for each in resident if not each.in_use.locked()), key=lambda each: each.used_at)
+        for each in unused[: max(0, len(resident) + 1 - self._limits.config.max_resident_models)]:
             await self.evict(each)
 
     async def _drop(self, tenant: Tenant) -> None:
@@ -300,17 +313,18 @@ class CommandRunner:
         record = self._state.checkpoint(tenant.details.owner, given.path)
         if given.optimizer and record.kind != "weights":
             raise RequestError(f"{given.path} has no state of an optimizer; only paths with /weights/ have one.")
-        await self._make_room(tenant)
-        name, folder = f"{tenant.id}@{next(self._numbers)}", self._state.checkpoints.files_of(record)
-        await self._models.load(name, folder, with_optimizer=given.optimizer)
-        try:
-            if tenant.state_seq != command.seq_id:
-                await self._store_state(tenant, name, command.seq_id, AdapterShape(**record.spec))
-        except StorageError:
-            await self._models.drop(name)
-            raise
-        await self._drop(tenant)
-        tenant.adapter, tenant.has_gradients = name, False
+        async with self._loading:
+            await self._make_room(tenant)
+            name, folder = f"{tenant.id}@{next(self._numbers)}", self._state.checkpoints.files_of(record)
+            await self._models.load(name, folder, with_optimizer=given.optimizer)
+            try:
+                if tenant.state_seq != command.seq_id:
+                    await self._store_state(tenant, name, command.seq_id, AdapterShape(**record.spec))
+            except StorageError:
+                await self._models.drop(name)
+                raise
+            await self._drop(tenant)
+            tenant.adapter, tenant.has_gradients = name, False
         return RequestOutcome.of_json(type="load_weights", path=given.path, model_id=tenant.id)
 
     def _path(self, tenant: Tenant, kind: str, name: str | None, command: Command) -> CheckpointPath:

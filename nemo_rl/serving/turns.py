@@ -1,7 +1,7 @@
 """Share the models among users.
 
-Invariants: one pass computes for one model of a client at a time, and the model that was served longest ago is next.
-A turn has the commands up to the next update, at most `MOST_OF_A_TURN`.
+Invariants: the model that was served longest ago is next, and no model has two turns at the same time. A turn has the
+commands up to the next update, at most `MOST_OF_A_TURN`.
 """
 
 import asyncio
@@ -22,24 +22,20 @@ class TurnTable:
     def __init__(self) -> None:
         self._queue: OrderedDict[str, Tenant] = OrderedDict()
         self._has_work = asyncio.Event()
-        self._playing: Tenant | None = None
-        """The model whose turn it is. It joins the end of the queue after its turn."""
+        self._playing: set[str] = set()
+        """Ids of the models whose turn it is. They join the end of the queue after their turn."""
 
     def announce(self, tenant: Tenant) -> None:
         """Add a model to the end of the queue, unless it waits already or has nothing to do."""
-        if tenant.has_work and tenant is not self._playing and tenant.id not in self._queue:
+        if tenant.has_work and tenant.id not in self._playing and tenant.id not in self._queue:
             self._queue[tenant.id] = tenant
             self._has_work.set()
 
-    async def take(self, seconds: float) -> Tenant | None:
-        """Return the model whose turn it is, or None if there is none for some time."""
-        if not self._queue:
+    async def take(self) -> Tenant:
+        """Wait for a model with commands, and return the one whose turn it is."""
+        while not self._queue:
             self._has_work.clear()
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._has_work.wait()
-            except TimeoutError:
-                return None
+            await self._has_work.wait()
         return self._queue.popitem(last=False)[1]
 
     async def play(self, tenant: Tenant, execute: Callable[[Tenant], Awaitable[str]]) -> None:
@@ -48,13 +44,13 @@ class TurnTable:
         Args:
             execute: function that executes the next command and returns its kind.
         """
-        self._playing = tenant
+        self._playing.add(tenant.id)
         try:
             for _ in range(MOST_OF_A_TURN):
                 if not tenant.has_work or await execute(tenant) == "optim_step":
                     break
         finally:
-            self._playing = None
+            self._playing.remove(tenant.id)
         self.announce(tenant)
 
 

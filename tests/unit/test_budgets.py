@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
-LINES = {"core": 105_300, "all": 136_700}
+LINES = {"core": 105_600, "all": 137_000}
 FILES = {"core": 578, "all": 776}
 FOLDERS = 95
 SHORT_FILES = 49

@@ -2,11 +2,12 @@
 
 `uniform`: sums of two numbers, answers of about the same length. `skewed`: count from one number to another and give
 the number of steps, answers of 13 to 251 tokens with a mean of about a quarter of the longest. `instructions`: write
-sentences and lists of a given form, for the published model SmolLM2-135M-Instruct, which is the size `135m`.
+sentences and lists of a given form, for the published model SmolLM2-135M-Instruct, which is the size `135m`. `shown`:
+the sums of `uniform`, for a model that can also read a solution at the end of the question (`SHOWN`).
 
-The first two have one model of a million parameters each: the shipped one for `uniform`, the same one trained further
-for `skewed`. The larger models compute the same function with more weights, so that every size gives answers of the
-same lengths. Invariant: such a model folder is made on first use and depends only on the seeds below.
+The others have one model of a million parameters each: the shipped one for `uniform`, the same one trained further
+for `skewed` and `shown`. The larger models compute the same function with more weights, so that every size gives
+answers of the same lengths. Invariant: such a model folder is made on first use and depends only on the seeds below.
 """
 
 import logging
@@ -22,7 +23,8 @@ from side_by_side import BENCH, ROOT, WARM_UP_STEPS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, str(ROOT / "tools"))
-from make_tiny_chat_model import Recipe, train_on
+from make_tiny_chat_model import DrawTargets, Recipe, train_on, worked_answer
+from make_tiny_pair_model import make_pair_model
 from tiny_models import TinyShape, make_tiny_model, save_tiny_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,10 @@ TOPICS = ["the moon", "bread", "a garden", "the sea", "music", "winter", "a libr
 LISTS = ["animals", "fruits", "colours", "rivers", "countries", "vegetables", "sports", "tools", "birds", "drinks"]
 MOST_WORDS = 12
 SKEWED_RECIPE = Recipe(clean_steps=300, mixed_steps=0, batch_size=16, learning_rate=2e-3)
+SHOWN_RECIPE = Recipe(clean_steps=120, mixed_steps=0, learning_rate=1e-3)
+PAIRS_RECIPE = Recipe(clean_steps=400, mixed_steps=0, batch_size=32, learning_rate=1.5e-3)
+SHOWN = "It was solved so: {solution}"
+"""Text that shows the model of `shown` a solution."""
 INTO_RESIDUAL = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight")
 """Weights whose output is added to the residual stream."""
 
@@ -109,16 +115,53 @@ def counted(problem: Problem) -> str:
 
 def make_skewed_base() -> Path:
     """Train the shipped model on counting, unless the result exists."""
-    folder = BENCH / "skewed-1m"
+
+    def draw(_: int, rng: random.Random) -> list[tuple[str, str]]:
+        problems = [draw_count(rng) for _ in range(SKEWED_RECIPE.batch_size)]
+        return [(problem.question, counted(problem)) for problem in problems]
+
+    return trained(BENCH / "skewed-1m", TINY_CHAT, SKEWED_RECIPE, draw)
+
+
+def worked_sums(rng: random.Random, number: int) -> list[tuple[str, str]]:
+    """Draw sums and their answers, which are right."""
+    pairs = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(number)]
+    return [(f"{left}+{right}=", worked_answer(left, right, None, rng)) for left, right in pairs]
+
+
+def make_shown_base() -> Path:
+    """Train the shipped model on sums whose solutions are shown, unless the result exists."""
+
+    def draw(_: int, rng: random.Random) -> list[tuple[str, str]]:
+        sums = worked_sums(rng, SHOWN_RECIPE.batch_size)
+        return [(f"{question}\n\n{SHOWN.format(solution=answer)}", answer) for question, answer in sums]
+
+    return trained(BENCH / "shown-1m", TINY_CHAT, SHOWN_RECIPE, draw)
+
+
+def make_pairs_teacher() -> Path:
+    """Train a model that has a token for each two digits on sums, unless the result exists.
+
+    Its chat template is that of the shipped model: TRL shows a teacher the text of the student's prompt as it is.
+    """
+    start = BENCH / "pairs-start"
+    if not (start / "model.safetensors").exists():
+        make_pair_model(start)
+
+    def draw(_: int, rng: random.Random) -> list[tuple[str, str]]:
+        return worked_sums(rng, PAIRS_RECIPE.batch_size)
+
+    template = AutoTokenizer.from_pretrained(TINY_CHAT).chat_template
+    return trained(BENCH / "pairs-teacher", start, PAIRS_RECIPE, draw, template)
+
+
+def trained(folder: Path, start: Path, recipe: Recipe, draw: DrawTargets, chat_template: str | None = None) -> Path:
+    """Return the folder of a model that has been trained further on `draw`; train it if the folder has none."""
     if not (folder / "model.safetensors").exists():
-        logger.info("Training %s, %d steps ...", folder.name, SKEWED_RECIPE.steps)
-        tokenizer, model = AutoTokenizer.from_pretrained(TINY_CHAT), _load(TINY_CHAT)
-
-        def draw(_: int, rng: random.Random) -> list[tuple[str, str]]:
-            problems = [draw_count(rng) for _ in range(SKEWED_RECIPE.batch_size)]
-            return [(problem.question, counted(problem)) for problem in problems]
-
-        train_on(model, tokenizer, SKEWED_RECIPE, draw)
+        logger.info("Training %s, %d steps ...", folder.name, recipe.steps)
+        tokenizer, model = AutoTokenizer.from_pretrained(start), _load(start)
+        tokenizer.chat_template = chat_template or tokenizer.chat_template
+        train_on(model, tokenizer, recipe, draw)
         save_tiny_checkpoint(folder, model, tokenizer)
     return folder
 
@@ -139,6 +182,7 @@ def draw_instruction(rng: random.Random) -> Problem:
 WORKLOADS = {
     "uniform": Workload(64, 128, draw_sum, lambda: TINY_CHAT),
     "skewed": Workload(256, 320, draw_count, make_skewed_base),
+    "shown": Workload(64, 192, draw_sum, make_shown_base),
     "instructions": Workload(
         64, 160, draw_instruction, reward="pattern", learning_rate=2e-5, microbatch_rows=8, warm_up_steps=1
     ),

@@ -48,6 +48,9 @@ class ServiceConfig(Section):
     """Size of one user's checkpoints at which further ones are refused."""
     max_resident_models: Count = 8
     """Largest number of models in memory. The one that was used longest ago is moved to the disk for another one."""
+    fused_models: Count = 1
+    """Number of models that are served at the same time. Their passes share the base if they have the same loss, so
+    their last bits depend on each other. With 1, each model has the bits that it has alone."""
     max_resident_samplers: Count = 16
     """Largest number of samplers in memory. The one that was used longest ago is removed for another one."""
     max_concurrent_samples: Count = 256
@@ -62,6 +65,17 @@ class ServiceConfig(Section):
     """Time in seconds for which a result can be asked for again."""
     command_s: Seconds = 3600.0
     """Time limit in seconds for one training request, or for the sequences of one sampling request."""
+
+    @model_validator(mode="after")
+    def _holds_the_models_it_serves(self) -> Self:
+        if self.fused_models > self.max_resident_models:
+            raise PydanticCustomError(
+                "service",
+                "fused_models={fused} models are served at the same time, and max_resident_models={resident} are in "
+                "memory. Set max_resident_models to at least fused_models",
+                {"fused": self.fused_models, "resident": self.max_resident_models},
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_open_with_keys_only(self) -> Self:

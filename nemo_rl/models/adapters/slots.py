@@ -7,7 +7,7 @@ their weight, an adapter of the head changes the logits only.
 Invariant: parameters keep their names, and without an adapter the outputs have the bits of the replaced layers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 
@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.parallel_logprobs.head import HeadUpdate
+from nemo_rl.models.adapters.shared_passes import SharedPairs, TokenShares
 from nemo_rl.models.adapters.tensors import AdapterTensors, LowRankPair, linear
 from nemo_rl.models.huggingface.layers import parts_without_text, score_head
 from nemo_rl.models.huggingface.load import auto_class
@@ -41,20 +42,18 @@ class SlotLinear(nn.Module):
         """`[out, in]`. It is the base layer's own parameter, so its name does not change."""
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
         """`[out]`, or None."""
-        self.pair: LowRankPair | None = None
-        """Matrices of the adapter in use. None if only the base layer is computed."""
+        self.pair: LowRankPair | SharedPairs | None = None
+        """Matrices of the adapters in use. None if only the base layer is computed."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""
         out = linear(x, self.weight, self.bias)
-        return out if self.pair is None else out + self.pair.product(x)
+        return out if self.pair is None else self.pair.added_to(out, x)
 
 
 def head_update(head: nn.Module, hidden_KD: Tensor) -> HeadUpdate | None:
-    """Return the update of the output head by the adapter in use, or None without one."""
-    if not isinstance(head, SlotLinear) or head.pair is None:
-        return None
-    return HeadUpdate(head.pair.inner(hidden_KD), head.pair.b.to(hidden_KD.dtype))
+    """Return the update of the output head by the adapters in use, or None without one."""
+    return None if not isinstance(head, SlotLinear) or head.pair is None else head.pair.of_head(hidden_KD)
 
 
 class AdapterSlots:
@@ -79,7 +78,20 @@ class AdapterSlots:
     @contextmanager
     def using(self, adapter: AdapterTensors | None) -> Iterator[None]:
         """Compute with an adapter, or with the base model, while the block runs."""
-        for name, pair in {} if adapter is None else adapter.pairs.items():
+        with self._holding({} if adapter is None else adapter.pairs):
+            yield
+
+    @contextmanager
+    def shared_by(self, adapters: Sequence[AdapterTensors], shares: TokenShares) -> Iterator[None]:
+        """Compute with several adapters, each for its own tokens of a microbatch, while the block runs."""
+        names = [name for name in self._layers if any(name in adapter.pairs for adapter in adapters)]
+        of_layers = {name: [adapter.pairs.get(name) for adapter in adapters] for name in names}
+        with self._holding({name: SharedPairs(name, pairs, shares) for name, pairs in of_layers.items()}):
+            yield
+
+    @contextmanager
+    def _holding(self, pairs: Mapping[str, LowRankPair | SharedPairs]) -> Iterator[None]:
+        for name, pair in pairs.items():
             self._layers[name].pair = pair
         try:
             yield

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_rl.distributed.parallel_logprobs.head import HeadUpdate
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS, generator_of, initial_a
 from nemo_rl.utils.errors import DataError
 
@@ -82,6 +83,14 @@ class LowRankPair:
     def product(self, x: Tensor) -> Tensor:
         """Return `scaling x A^T B^T`, `[..., out]`, in the dtype of x."""
         return linear(self.inner(x), self.b.to(x.dtype))
+
+    def added_to(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return the output of a layer, `[..., out]`, with the product of its input x added."""
+        return out + self.product(x)
+
+    def of_head(self, hidden_KD: Tensor) -> HeadUpdate:
+        """Return the update of an output head for some hidden states."""
+        return HeadUpdate(self.inner(hidden_KD), self.b.to(hidden_KD.dtype))
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,8 @@
 Calls block until a deadline at most. A request that cannot be served raises a `DataError` and changes nothing. All
 other errors end the ranks.
 
-Invariant: the microbatches of a pass depend on its rows only, so that results do not depend on other adapters.
+Invariant: the microbatches of a pass depend on its rows only, so that results do not depend on other adapters, unless
+their passes share the base.
 """
 
 from collections import Counter
@@ -23,9 +24,9 @@ from nemo_rl.distributed.workers.builder import plan_places
 from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors
 from nemo_rl.models.adapters.training import AdamParams
 from nemo_rl.models.policy.batching import ShardedBatch, shard_batch, training_strategy
-from nemo_rl.models.policy.lm_policy import rank_environment
+from nemo_rl.models.policy.lm_policy import rank_environment, warn_of_slow_precision
 from nemo_rl.models.policy.rank_calls import RankCalls
-from nemo_rl.models.policy.workers.adapter_rank import LOSS_INPUTS, NamedLoss, Refusal
+from nemo_rl.models.policy.workers.adapter_rank import ADAPTER_OF_ROW, LOSS_INPUTS, NamedLoss, PassPart, Refusal
 from nemo_rl.models.policy.workers.rank import WorkerSettings
 from nemo_rl.utils.errors import ConfigError, DataError
 
@@ -78,6 +79,7 @@ class AdapterPolicy:
         seed: int = 0,
     ) -> None:
         check_adapter_policy(config)
+        warn_of_slow_precision(config, uses_gpu=places.use_gpus)
         timeouts, venv = cluster.timeouts, cluster.venvs.get("policy")
         self._config, self._timeouts = config, timeouts
         ranks_of_node = Counter(place.node_idx for place in plan_places(places.bundle_counts, None, None))
@@ -109,22 +111,36 @@ class AdapterPolicy:
         """Add an adapter that has no effect."""
         _accepted(self._everywhere("create_adapter", name=adapter, shape=shape))
 
-    def run_pass(
-        self, adapter: str, rows: BatchedDataDict[Any], loss: NamedLoss, *, backward: bool
-    ) -> tuple[float, Tensor]:
-        """Compute a loss of some rows, and add its gradient to the adapter's if wanted.
+    def run_passes(
+        self, rows: Mapping[str, BatchedDataDict[Any]], loss: NamedLoss, *, backward: bool
+    ) -> dict[str, tuple[float, Tensor] | Refusal]:
+        """Compute a loss of some rows of each adapter, and add its gradient to the adapter's if wanted.
+
+        Rows of several adapters share one pass over the base. One adapter alone gets the bits that it always gets.
 
         Args:
-            rows: `input_ids [B, T]` right padded, `input_lengths [B]`, `target_tokens [B, T, k]` and the inputs of the
-                loss `[B, T, k]` (`padded_rows`).
+            rows: For each adapter `input_ids [B, T]` right padded, `input_lengths [B]`, `target_tokens [B, T, k]` and
+                the inputs of the loss `[B, T, k]` (`padded_rows`).
 
         Returns:
-            The sum of the loss, and the log-probabilities `[B, T, k]` of the targets.
+            For each adapter the sum of the loss, and the log-probabilities `[B, T, k]` of the targets, where T and k
+            are those of the widest rows. A refusal if its loss or gradient is not finite; nothing was added then.
         """
-        sharded = self._sharded(rows)
-        call = {"adapter": adapter, "loss": loss, "backward": backward}
-        parts = [_accepted([part]) for part in self._ranks.with_rows("run_pass", sharded, **call)]
-        return sum(part.loss for part in parts), sharded.restore([part.logprobs for part in parts])
+        sharded = self._sharded(joined_rows(list(rows.values())))
+        call = {"adapters": list(rows), "loss": loss, "backward": backward}
+        parts: list[PassPart] = self._ranks.with_rows("run_passes", sharded, **call)
+        logprobs = sharded.restore([part.logprobs for part in parts]).split(
+            [len(own["input_ids"]) for own in rows.values()]
+        )
+        found: dict[str, tuple[float, Tensor] | Refusal] = {}
+        for number, (name, own) in enumerate(zip(rows, logprobs, strict=True)):
+            of_ranks = [part.losses[number] for part in parts]
+            refused = next((loss for loss in of_ranks if isinstance(loss, Refusal)), None)
+            found[name] = refused or (sum(loss for loss in of_ranks if not isinstance(loss, Refusal)), own)
+        if len(rows) > 1 and any(isinstance(result, Refusal) for result in found.values()):
+            # Values that are not finite reach the gradients of other adapters, so each adapter gets a pass of its own.
+            return {name: self.run_passes({name: own}, loss, backward=backward)[name] for name, own in rows.items()}
+        return found
 
     def update(self, adapter: str, params: AdamParams) -> float:
         """Make an AdamW update, and return the norm of the gradient before clipping."""
@@ -225,6 +241,24 @@ def padded_rows(
     for name in inputs[0] if inputs else ():
         batch[f"{LOSS_INPUTS}.{name}"] = _padded([given[name] for given in inputs])
     return BatchedDataDict(batch)
+
+
+def joined_rows(requests: Sequence[BatchedDataDict[Any]]) -> BatchedDataDict[Any]:
+    """Join the rows of several adapters to those of one pass, and number the adapters in `ADAPTER_OF_ROW`."""
+    columns = {key: _joined([rows[key] for rows in requests]) for key in requests[0]}
+    numbers = torch.arange(len(requests))
+    columns[ADAPTER_OF_ROW] = numbers.repeat_interleave(torch.tensor([len(rows["input_ids"]) for rows in requests]))
+    return BatchedDataDict(columns)
+
+
+def _joined(columns: Sequence[Tensor]) -> Tensor:
+    """Join tensors of different sizes by their rows, with zeros at the ends of the others."""
+    sizes = [max(lengths) for lengths in zip(*(column.shape[1:] for column in columns), strict=True)]
+    padded = []
+    for column in columns:
+        missing = [size - length for size, length in zip(sizes, column.shape[1:], strict=True)]
+        padded.append(torch.nn.functional.pad(column, [end for size in reversed(missing) for end in (0, size)]))
+    return torch.cat(padded)
 
 
 def _padded(parts: Sequence[Tensor]) -> Tensor:

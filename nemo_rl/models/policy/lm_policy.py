@@ -11,6 +11,7 @@ the call raises its error and the whole group stops.
 Invariant: results do not depend on the number of ranks or on how microbatches are formed.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -30,7 +31,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.workers.builder import plan_places
-from nemo_rl.host.device import exact_page_locking
+from nemo_rl.host.device import exact_page_locking, has_no_bfloat16
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.policy.batching import (
     ShardedBatch,
@@ -58,6 +59,8 @@ from nemo_rl.models.policy.workers.rank import WorkerSettings
 from nemo_rl.models.training.backends import training_backend
 from nemo_rl.optimizations.switch import Choice
 
+logger = logging.getLogger(__name__)
+
 _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
 # # By default, OpenMP threads spin so long at a barrier that one busy core delays a step by seconds. A short spin costs
 # nothing on an idle machine.
@@ -67,6 +70,15 @@ _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 # start.
 _GPU_ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+
+
+def warn_of_slow_precision(config: PolicyConfig, *, uses_gpu: bool) -> None:
+    """Log a warning if the processor has no instructions for the precision of a policy without GPUs."""
+    if not uses_gpu and config.precision == "bfloat16" and has_no_bfloat16():
+        logger.warning(
+            "policy.precision=bfloat16, but this processor has no instructions for bfloat16 (AVX-512 or AMX). A pass "
+            "can take 10 times as long as in float32. Set policy.precision=float32, unless memory is short."
+        )
 
 
 def rank_environment(config: PolicyConfig, *, uses_gpu: bool) -> dict[str, str]:
@@ -122,6 +134,7 @@ class Policy(PolicyInterface):
     ) -> None:
         config = PolicyConfig.of(config)
         report_findings(check_backend("policy", config))
+        warn_of_slow_precision(config, uses_gpu=cluster.use_gpus)
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nemo_rl.host.device import has_no_bfloat16
+
 ORTHOGONAL = "orthogonal"
 """Key of a parameter group: whether Muon updates its parameters, or AdamW."""
 SAME_RATE = "match_rms_adamw"
@@ -39,7 +41,7 @@ class Muon(Optimizer):
     Args:
         params: parameter groups. A group's entry `orthogonal` says whether Muon or AdamW updates it.
         ns_dtype: dtype of the Newton-Schulz steps, `bfloat16` as in `torch.optim.Muon`, or `float32`. None is bfloat16,
-            except on a processor that has no instructions for it (`_dtype_of_steps`).
+            except on a processor that has no instructions for it (`host.device.has_no_bfloat16`).
         adamw: arguments of `torch.optim.AdamW`. Those that are missing are `lr` and `weight_decay` of Muon, and the
             defaults of AdamW.
         **muon: arguments of `torch.optim.Muon`.
@@ -141,17 +143,12 @@ class Muon(Optimizer):
 
 
 def _dtype_of_steps(groups: Sequence[Settings]) -> str:
-    """Return the dtype in which the device of some parameters computes Newton-Schulz steps.
-
-    Without AVX-512 (or AMX) oneDNN has no product of bfloat16 matrices, and torch computes it one number at a time: of
-    512 x 512 matrices in 440 ms on one core of an AMD EPYC with AVX2, and in 4 to 8 ms in float32.
-    """
+    """Return the dtype in which the device of some parameters computes Newton-Schulz steps."""
     devices = {
         getattr(parameter, "device_mesh", None) or parameter.device for group in groups for parameter in group["params"]
     }
     kinds = {device.type if isinstance(device, torch.device) else device.device_type for device in devices}
-    has = torch.cpu.get_capabilities()
-    return "float32" if kinds <= {"cpu"} and has.get("avx2") and not has.get("avx512_f") else "bfloat16"
+    return "float32" if kinds <= {"cpu"} and has_no_bfloat16() else "bfloat16"
 
 
 def _function(group: Settings, dims: int) -> Callable[[Tensor], Tensor]:

@@ -13,6 +13,7 @@ line of its command, and a result before its line. Gradients are in no stored st
 there are none.
 """
 
+import asyncio
 import hashlib
 import shutil
 from collections.abc import Iterator
@@ -96,6 +97,8 @@ class Tenant:
     used_at: float = field(default=0.0, init=False)
     """Time of the last command in seconds, by the monotonic clock."""
 
+    in_use: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held while a command is executed, and while the model is moved to the disk."""
     _waiting: dict[int, Command] = field(default_factory=dict, init=False)
     """Commands without results by number."""
 

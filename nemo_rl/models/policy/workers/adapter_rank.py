@@ -5,13 +5,15 @@
     rows + microbatch sizes ─► ModelInputs ─► backend.run with the adapter ─► log-probabilities, loss
                                                      └─► gradients, summed over ranks ─► added to the adapter's
 
-Invariants: a pass computes the rows of one adapter. All ranks hold equal adapters, and make the same calls. A request
-that cannot be served changes nothing: the method returns a `Refusal`, because an error would end all ranks.
+Invariants: a pass of one adapter has the same bits whatever other adapters do; passes of several adapters may share
+the base, at the price of these bits. All ranks hold equal adapters, and make the same calls. A request that cannot be
+served changes nothing: the method returns a `Refusal`, because an error would end all ranks.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +31,22 @@ from nemo_rl.models.adapters.files import (
     read_optimizer_state,
     write_adapter_folder,
 )
+from nemo_rl.models.adapters.shared_passes import TokenShares
 from nemo_rl.models.adapters.slots import AdapterSlots
 from nemo_rl.models.adapters.tensors import AdapterShape, AdapterTensors, new_adapter
 from nemo_rl.models.adapters.training import AdamParams, TrainedAdapter
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.policy.workers.rank import PolicyRank, PolicyWorker
-from nemo_rl.models.training.inputs import build_given_inputs, split_rows
-from nemo_rl.models.training.interfaces import PolicyBackend
+from nemo_rl.models.training.inputs import ModelInputs, build_given_inputs, split_rows
+from nemo_rl.models.training.interfaces import ForwardStep, PolicyBackend
 from nemo_rl.models.training.tensor_checks import on_all_ranks
 from nemo_rl.utils.errors import CheckpointError, DataError
 
 LOSS_INPUTS = "loss_inputs"
 """Prefix of the columns of a batch with the inputs of the loss, `[b, T, k]`."""
+ADAPTER_OF_ROW = "adapter_of_row"
+"""Column of a batch with the number of each row's adapter among those of the pass, `[b]` int64."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ class Refusal:
 class PassPart:
     """One rank's part of a pass."""
 
-    loss: float
-    """Sum of the loss over this rank's rows."""
+    losses: Sequence[float | Refusal]
+    """For each adapter the sum of the loss over its rows on this rank, or the refusal of the whole pass."""
     logprobs: Tensor
     """`[b, T, k]` float32 log-probabilities of the targets."""
 
@@ -98,46 +103,73 @@ class AdapterWorker(PolicyWorker):
         self._trained[name] = TrainedAdapter(made)
         return None
 
-    def run_pass(
-        self, data: BatchedDataDict[Any], sizes: Sequence[int], adapter: str, loss: NamedLoss, backward: bool
-    ) -> PassPart | Refusal:
-        """Compute a loss of this rank's rows with an adapter, and add its gradient to the adapter's if wanted.
+    def run_passes(
+        self,
+        data: BatchedDataDict[Any],
+        sizes: Sequence[int],
+        adapters: Sequence[str],
+        loss: NamedLoss,
+        backward: bool,
+    ) -> PassPart:
+        """Compute a loss of this rank's rows with their adapters, and add its gradients to the adapters' if wanted.
 
         Args:
-            data: `input_ids [b, T]`, `input_lengths [b]`, `sample_mask [b]`, `target_tokens [b, T, k]` and the loss's
-                inputs `[b, T, k]` with names of the prefix `LOSS_INPUTS`, in microbatch order.
+            data: `input_ids [b, T]`, `input_lengths [b]`, `sample_mask [b]`, `adapter_of_row [b]`, `target_tokens
+                [b, T, k]`, and the loss's inputs `[b, T, k]` with names of the prefix `LOSS_INPUTS`. The rows are in
+                microbatch order.
             sizes: Number of rows of each microbatch.
+            adapters: Different adapters, in the order of the numbers in `adapter_of_row`.
         """
         microbatches = list(split_rows(data, sizes))
         inputs = [build_given_inputs(rows, self._layout, self.backend.device) for rows in microbatches]
-        losses: list[Tensor] = []
+        losses: list[list[Tensor]] = []
         logprobs: list[Tensor] = []
 
         def forward_step(index: int, scores_Kk: Tensor, entropy_K: Tensor) -> Tensor:
             rows = microbatches[index].to(self.backend.device)
             x = inputs[index].scatter(scores_Kk)
             terms = loss_terms(loss.name, x, _loss_inputs(rows), loss.settings)
-            losses.append(masked_sum(terms, rows["sample_mask"].double()[:, None, None]))
+            losses.append([masked_sum(terms, _rows_of(rows, number)) for number in range(len(adapters))])
             logprobs.append(to_host(x.detach().float()))
-            return losses[-1]
+            return sum(losses[-1][1:], losses[-1][0])
 
-        trained = self._trained[adapter]
-        with self._slots.using(trained.tensors):
-            self.backend.run(inputs, forward_step, backward=backward)
-        part = PassPart(sum(value.item() for value in losses), self._given(logprobs))
-        return self._added(part, trained, backward)
+        self._compute(adapters, microbatches, inputs, forward_step, backward)
+        totals = [sum(value.item() for value in values) for values in zip(*losses, strict=True)]
+        added = self._added(dict(zip(adapters, totals, strict=True)), backward)
+        return PassPart(added, self._given(logprobs))
 
-    def _added(self, part: PassPart, trained: TrainedAdapter, backward: bool) -> PassPart | Refusal:
-        """Add the gradients of a pass, or refuse all of it if its loss or gradient is not finite on any rank."""
-        gradients = trained.take_gradients() if backward else {}
-        wrong = [] if math.isfinite(part.loss) else [f"The loss is {part.loss}"]
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+    def _compute(
+        self,
+        adapters: Sequence[str],
+        microbatches: Sequence[BatchedDataDict[Any]],
+        inputs: Sequence[ModelInputs],
+        forward_step: ForwardStep,
+        backward: bool,
+    ) -> None:
+        """Run the microbatches with one adapter, or each of them with the adapters of its rows."""
+        tensors = [self._trained[name].tensors for name in adapters]
+        if len(adapters) == 1:
+            with self._slots.using(tensors[0]):
+                self.backend.run(inputs, forward_step, backward=backward)
+            return
+        for number, (rows, given) in enumerate(zip(microbatches, inputs, strict=True)):
+            shares = _shares_of(given, rows[ADAPTER_OF_ROW], len(adapters))
+            with self._slots.shared_by(tensors, shares):
+                self.backend.run([given], partial(_as_number, forward_step, number), backward=backward)
+
+    def _added(self, losses: Mapping[str, float], backward: bool) -> list[float | Refusal]:
+        """Add the gradients of a pass, or refuse all of it if a loss or gradient is not finite on any rank."""
+        gradients = {name: self._trained[name].take_gradients() if backward else {} for name in losses}
+        wrong = [f"The loss is {loss}" for loss in losses.values() if not math.isfinite(loss)]
+        if not all(bool(value.isfinite().all()) for own in gradients.values() for value in own.values()):
             wrong.append("The gradient is not finite")
         wrong = on_all_ranks(wrong)
         if wrong:
-            return Refusal(f"{wrong[0]}, so nothing was added to the gradients. Look for extreme inputs of the loss.")
-        trained.add_gradients(gradients)
-        return part
+            why = f"{wrong[0]}, so nothing was added to the gradients. Look for extreme inputs of the loss."
+            return [Refusal(why)] * len(losses)
+        for name, own in gradients.items():
+            self._trained[name].add_gradients(own)
+        return list(losses.values())
 
     def update_adapter(self, name: str, params: AdamParams) -> float | Refusal:
         """Make an update, and return the norm of the gradient before clipping."""
@@ -230,6 +262,29 @@ class AdapterWorker(PolicyWorker):
         except CheckpointError as error:
             return Refusal(str(error))
         return None
+
+
+def _as_number(forward_step: ForwardStep, number: int, _: int, *scores: Tensor) -> Tensor | None:
+    """Call the function for a microbatch by its number among all, where the backend runs it alone."""
+    return forward_step(number, *scores)
+
+
+def _shares_of(inputs: ModelInputs, adapter_of_row: Tensor, num_adapters: int) -> TokenShares:
+    """Divide the tokens of a microbatch, in which every real token is scored, among its adapters.
+
+    Args:
+        adapter_of_row: `[b]` number of the adapter of each row.
+    """
+    row_K = inputs.places_K // inputs.shape[1]
+    adapter_K = adapter_of_row.to(row_K.device).index_select(0, row_K)
+    scored = [(adapter_K == number).nonzero()[:, 0] for number in range(num_adapters)]
+    tokens = [inputs.positions_K.index_select(0, places) for places in scored]
+    return TokenShares(inputs.model_inputs["input_ids"].numel(), tokens, scored)
+
+
+def _rows_of(rows: BatchedDataDict[Any], number: int) -> Tensor:
+    """Return the mask `[b, 1, 1]` of the rows of an adapter, float64."""
+    return (rows["sample_mask"].double() * (rows[ADAPTER_OF_ROW] == number))[:, None, None]
 
 
 def _loss_inputs(rows: BatchedDataDict[Any]) -> dict[str, Tensor]:

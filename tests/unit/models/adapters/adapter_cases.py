@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.adapters.tensors import AdapterShape
 from nemo_rl.models.dtensor.backend import SlotBackend
-from nemo_rl.models.policy.adapter_policy import padded_rows
+from nemo_rl.models.policy.adapter_policy import joined_rows, padded_rows
 from nemo_rl.models.policy.batching import shard_batch, training_strategy
-from nemo_rl.models.policy.workers.adapter_rank import AdapterWorker, NamedLoss, PassPart
+from nemo_rl.models.policy.workers.adapter_rank import AdapterWorker, NamedLoss, Refusal
 
 SHAPE = AdapterShape(rank=4, alpha=8.0, seed=3)
 CROSS_ENTROPY = NamedLoss("cross_entropy")
@@ -54,12 +54,13 @@ def run(
 ) -> tuple[float, Tensor]:
     """Run a pass of one rank of several, and return its loss and all of its log-probabilities."""
     rank, num_ranks = place
-    sharded = shard_batch(rows, num_ranks, training_strategy(policy_config("m", **values)))
-    part = worker.run_pass(sharded.data[rank], sharded.sizes[rank], name, loss, backward)
-    assert isinstance(part, PassPart), part
+    sharded = shard_batch(joined_rows([rows]), num_ranks, training_strategy(policy_config("m", **values)))
+    part = worker.run_passes(sharded.data[rank], sharded.sizes[rank], [name], loss, backward)
+    (total,) = part.losses
+    assert not isinstance(total, Refusal), total
     if num_ranks > 1:
-        return part.loss, part.logprobs
-    return part.loss, sharded.restore([part.logprobs])
+        return total, part.logprobs
+    return total, sharded.restore([part.logprobs])
 
 
 def peft_model(base: str, folder: Path) -> Any:

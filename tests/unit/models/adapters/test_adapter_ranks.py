@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from adapter_cases import (
+    CROSS_ENTROPY,
     SHAPE,
     given_rows,
     make_worker,
@@ -16,11 +17,13 @@ from adapter_cases import (
     randomize,
     run,
 )
-from policy_helpers import process_group, run_ranks, save_tiny_model
+from policy_helpers import policy_config, process_group, run_ranks, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.models.adapters.tensors import AdapterShape
 from nemo_rl.models.adapters.training import AdamParams
+from nemo_rl.models.policy.adapter_policy import joined_rows
+from nemo_rl.models.policy.batching import shard_batch, training_strategy
 from nemo_rl.models.policy.workers.adapter_rank import LOSS_INPUTS, NamedLoss, Refusal
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40}}
@@ -146,7 +149,7 @@ def test_a_pass_that_is_not_finite_adds_nothing(base, group):
     wild = rows.copy()
     weights = wild.pop(f"{LOSS_INPUTS}.weights")
     wild |= {f"{LOSS_INPUTS}.advantages": weights, f"{LOSS_INPUTS}.logprobs": torch.full_like(weights, -1e4)}
-    refused = worker.run_pass(wild, [3], "a", NamedLoss("importance_sampling"), True)
+    (refused,) = worker.run_passes(joined_rows([wild]), [3], ["a"], NamedLoss("importance_sampling"), True).losses
     assert isinstance(refused, Refusal) and "nothing was added" in refused.reason
     for name, value in worker._trained["a"]._sums.items():
         assert torch.equal(value, before[name])
@@ -263,3 +266,49 @@ def test_two_ranks_with_a_sharded_base_equal_one(tmp_path, values):
     scale = max(value.abs().max() for value in alone["gradients"].values())
     for name, value in alone["gradients"].items():
         assert (value - first["gradients"][name]).abs().max() <= rtol * scale, name
+
+
+@pytest.mark.parametrize("values", [{}, PACKED])
+@pytest.mark.parametrize("loss", [CROSS_ENTROPY, NamedLoss("importance_sampling")], ids=["ce", "is"])
+def test_adapters_that_share_a_pass_get_the_values_of_their_own(base, group, values, loss):
+    """Three adapters of different ranks and layers in one pass, against a pass of each in float32."""
+    shapes = (SHAPE, AdapterShape(rank=2, seed=5, train_unembed=False), AdapterShape(rank=7, seed=6, train_mlp=False))
+    worker, alone = make_worker(base, **values), make_worker(base, **values)
+    rows, wanted = {}, {}
+    for number, shape in enumerate(shapes):
+        name = f"adapter {number}"
+        for each in (worker, alone):
+            each.create_adapter(name, shape)
+            randomize(each, name, seed=number)
+        rows[name] = given_rows((9 - number, 5, 12)[: 1 + number], k=1, seed=number)
+        if loss != CROSS_ENTROPY:
+            weights = rows[name].pop(f"{LOSS_INPUTS}.weights")
+            rows[name] |= {f"{LOSS_INPUTS}.advantages": weights, f"{LOSS_INPUTS}.logprobs": weights - 5}
+        wanted[name] = run(alone, name, rows[name], loss)
+    shared = shard_batch(joined_rows(list(rows.values())), 1, training_strategy(policy_config("m", **values)))
+    part = worker.run_passes(shared.data[0], shared.sizes[0], list(rows), loss, True)
+    logprobs = shared.restore([part.logprobs]).split([len(own["input_ids"]) for own in rows.values()])
+    for name, total, found in zip(rows, part.losses, logprobs, strict=True):
+        assert total == pytest.approx(wanted[name][0], rel=1e-5)
+        width = wanted[name][1].shape[1]
+        torch.testing.assert_close(found[:, :width], wanted[name][1], rtol=0, atol=1e-5)
+        own, other = alone._trained[name]._sums, worker._trained[name]._sums
+        assert own.keys() == other.keys() and any(bool(value.any()) for value in own.values())
+        for key, value in own.items():
+            torch.testing.assert_close(other[key], value, rtol=1e-4, atol=1e-4, msg=key)
+
+
+def test_a_shared_pass_that_is_not_finite_adds_nothing_for_any_adapter(base, group):
+    """The ranks then compute each adapter alone (`AdapterPolicy.run_passes`)."""
+    worker = make_worker(base)
+    rows = {}
+    for number, name in enumerate(("wild", "calm")):
+        worker.create_adapter(name, SHAPE)
+        randomize(worker, name, seed=number)
+        rows[name] = given_rows(seed=number)
+        weights = rows[name].pop(f"{LOSS_INPUTS}.weights")
+        rows[name] |= {f"{LOSS_INPUTS}.advantages": weights, f"{LOSS_INPUTS}.logprobs": weights - 5}
+    rows["wild"][f"{LOSS_INPUTS}.logprobs"].fill_(-1e4)
+    part = worker.run_passes(joined_rows(list(rows.values())), [6], list(rows), NamedLoss("importance_sampling"), True)
+    assert all(isinstance(loss, Refusal) for loss in part.losses)
+    assert not worker._trained["wild"]._sums and not worker._trained["calm"]._sums
