@@ -20,7 +20,7 @@ OPTIONAL = ("sandbox", "kits", "agents", "serving", "commands")
 """Packages above the core."""
 
 LINES = {"core": 105_600, "all": 137_000}
-FILES = {"core": 578, "all": 776}
+FILES = {"core": 579, "all": 778}
 FOLDERS = 95
 SHORT_FILES = 49
 """Files under 60 lines, without `__init__.py`."""

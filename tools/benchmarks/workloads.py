@@ -23,7 +23,7 @@ from side_by_side import BENCH, ROOT, WARM_UP_STEPS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, str(ROOT / "tools"))
-from make_tiny_chat_model import DrawTargets, Recipe, train_on, worked_answer
+from make_tiny_chat_model import DrawTargets, Recipe, sample_target, train_on, worked_answer
 from make_tiny_pair_model import make_pair_model
 from tiny_models import TinyShape, make_tiny_model, save_tiny_checkpoint
 
@@ -129,12 +129,27 @@ def worked_sums(rng: random.Random, number: int) -> list[tuple[str, str]]:
     return [(f"{left}+{right}=", worked_answer(left, right, None, rng)) for left, right in pairs]
 
 
+def numbers_of(question: str) -> tuple[int, int]:
+    """Return the numbers of a sum.
+
+    Example:
+        >>> numbers_of("12+30=")
+        (12, 30)
+    """
+    left, _, right = question.removesuffix("=").partition("+")
+    return int(left), int(right)
+
+
 def make_shown_base() -> Path:
-    """Train the shipped model on sums whose solutions are shown, unless the result exists."""
+    """Train the shipped model on sums, half of them with their solutions, unless the result exists.
+
+    Without the solution, its answers are as often wrong as those of the shipped model.
+    """
 
     def draw(_: int, rng: random.Random) -> list[tuple[str, str]]:
-        sums = worked_sums(rng, SHOWN_RECIPE.batch_size)
-        return [(f"{question}\n\n{SHOWN.format(solution=answer)}", answer) for question, answer in sums]
+        sums = worked_sums(rng, SHOWN_RECIPE.batch_size // 2)
+        shown = [(f"{question}\n\n{SHOWN.format(solution=answer)}", answer) for question, answer in sums]
+        return shown + [(question, sample_target(*numbers_of(question), SHOWN_RECIPE, rng)) for question, _ in sums]
 
     return trained(BENCH / "shown-1m", TINY_CHAT, SHOWN_RECIPE, draw)
 
