@@ -4,9 +4,9 @@
         [--steps 40] [--repeats 3]
 
 `same_tokens`: a teacher with the same tokenizer, whole vocabulary; TRL's side is GOLDTrainer. `other_tokens`: a
-teacher with a token for each two digits, and GOLD's loss. `own_solutions`: the policy is its own teacher and sees a
-right answer of the same group; TRL's side is SDPOTrainer. `side_by_side` measures. Both sides get the same inputs;
-README.md lists the remaining differences.
+teacher with a token for each two digits, and GOLD's loss. `own_solutions`: the policy of the start of the run is the
+teacher and sees a right answer of the same group; TRL's side is SDPOTrainer. `side_by_side` measures. Both sides get
+the same inputs; README.md lists the remaining differences.
 """
 
 import argparse
@@ -60,18 +60,19 @@ CASES = {
         "uniform", "distillation", 5e-4, OF_LOGITS, lambda: ROOT / "examples" / "assets" / "tiny-teacher"
     ),
     "other_tokens": Case(
-        "uniform", "distillation", 5e-4, OF_LOGITS | {"loss_fn.gold_loss": "true"}, make_pairs_teacher
+        "uniform", "distillation", 1e-4, OF_LOGITS | {"loss_fn.gold_loss": "true"}, make_pairs_teacher
     ),
     "own_solutions": Case(
         "shown",
         "grpo",
-        3e-4,
+        1e-4,
         {
             "grpo.num_prompts_per_step": 8,
             "grpo.num_generations_per_prompt": 8,
             "~on_policy_distillation.teacher_model_by_agent_name": None,
             f"{SELF}.enabled": "true",
             f"{SELF}.context": f"'{SHOWN}'",
+            f"{SELF}.weights": "initial",
         },
     ),
 }

@@ -106,14 +106,14 @@ def gold_trainer(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Any]
 
 
 def sdpo_trainer(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Any], options: Any) -> Trainer:
-    """Make a trainer whose teacher is the policy that sees a right answer of the same group."""
+    """Make a trainer whose teacher is the policy of the start, which sees a right answer of the same group."""
     config = SDPOConfig(
         **shared_settings(options),
         num_generations=8,
         distillation_mode="sampled_token",
         distillation_alpha=1.0,
         distillation_is_clip=None,
-        teacher_model_kind="live",
+        teacher_model_kind="base",
         reprompt_template="{prompt}\n\n{solution}{feedback}",
         solution_template=options.solution_template.replace("{solution}", "{successful_previous_attempt}"),
     )
