@@ -78,6 +78,16 @@ def test_logits_of_a_teacher(form: str, pairs: Path, start_example: StartExample
     check_teacher_reaches_the_policy(killed_and_resumed(start_example, *DISTILLATION, overrides, tmp_path, STEPS))
 
 
+def test_written_texts_with_a_teacher(pairs: Path, start_example: StartExample, tmp_path: Path) -> None:
+    """SFT whose teacher has other tokens, with LoRA."""
+    teacher = (f"+teacher.model_name={pairs}", "+teacher_loss_fn.xtoken_loss=true", "+teacher_loss_fn.vocab_topk=32")
+    small = ("policy.train_global_batch_size=16", "policy.train_micro_batch_size=16", LORA)
+    overrides = (*short("sft"), *small, *teacher, "data.validation=null")
+    metrics = killed_and_resumed(start_example, "run_sft.py", "sft_cpu.yaml", overrides, tmp_path, STEPS)
+    check_teacher_reaches_the_policy(metrics)
+    assert all(metrics["train", step, "matched_mass"] > 0 for step in range(1, STEPS + 1))
+
+
 def test_advantages_of_a_teacher_with_other_tokens(pairs: Path, start_example: StartExample, tmp_path: Path) -> None:
     teacher = f"on_policy_distillation.teacher_model_by_agent_name={{math: {pairs}}}"
     overrides = sampled("grpo", teacher, "on_policy_distillation.compares=text", AHEAD)
