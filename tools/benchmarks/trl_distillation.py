@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
-from trl_parts import AnswerRecord, GenerationClock, boxed_reward
+from trl_parts import AnswerRecord, GenerationClock, boxed_answer_reward
 
 SAMPLES_PER_STEP = 64
 
@@ -43,12 +43,6 @@ class StepLog(TrainerCallback):
         row = {"step": state.global_step, "loss": logs["loss"], "generation_s": self._clock.take()}
         self._file.write(json.dumps(row | self._record.take()) + "\n")
         self._file.flush()
-
-
-def boxed_answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    r"""Return 1 where the last boxed integer of a completion is the answer, else 0."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [boxed_reward(text, truth) for text, truth in zip(texts, answer, strict=True)]
 
 
 def shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:

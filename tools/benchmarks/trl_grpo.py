@@ -17,15 +17,9 @@ from datasets import Dataset
 from follows_pattern import follows
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl_parts import GenerationClock, boxed_reward
+from trl_parts import GenerationClock, boxed_answer_reward
 
 SAMPLES_PER_STEP = 64
-
-
-def boxed_answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    r"""Return 1 where the last boxed integer of a completion is the answer, else 0."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [boxed_reward(text, truth) for text, truth in zip(texts, answer, strict=True)]
 
 
 def pattern_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:

@@ -19,6 +19,12 @@ def boxed_reward(text: str, truth: str) -> float:
     return float(bool(boxes) and int(boxes[-1]) == int(truth))
 
 
+def boxed_answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    r"""Return 1 where the last boxed integer of a completion is the answer, else 0."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [boxed_reward(text, truth) for text, truth in zip(texts, answer, strict=True)]
+
+
 class GenerationClock:
     """Measures seconds in a model's generation method since the last `take`.
 

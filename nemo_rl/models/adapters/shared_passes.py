@@ -2,7 +2,8 @@
 
     tokens of a microbatch ─► base layer, all together ─► + product of each adapter for its own tokens
 
-Invariant: a token gets the product of its adapter only, so no value of one adapter reaches the rows of another.
+Invariant: a token gets the product of its adapter only, so no value of one adapter reaches the rows of another. A
+gradient that is not finite does reach the head of the others (`AdapterPolicy.run_passes` repeats such passes).
 """
 
 from collections.abc import Sequence
