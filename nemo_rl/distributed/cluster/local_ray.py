@@ -12,6 +12,7 @@ import secrets
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import traceback
@@ -273,6 +274,7 @@ def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advi
         else:
             threading.Event().wait()
 
+    _free_ended_groups()
     log = logging.getLogger("ray._private.worker")
     log.addFilter(_is_unexpected)
     threading.Thread(target=run, name="ray-start", daemon=True).start()
@@ -284,6 +286,15 @@ def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advi
         raise DeadlineExceededError(f"{what} within {timeout_s:g} s. {advice}") from None
     finally:
         log.removeFilter(_is_unexpected)
+
+
+def _free_ended_groups() -> None:
+    """Clear this thread's cache of DTensor, which may hold the last reference to a process group that has ended.
+
+    A process that another thread forks frees this cache. It would then wait for threads of the group, which it lacks.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:

@@ -172,3 +172,23 @@ def test_ray_is_started_again_after_a_slow_start() -> None:
     assert "Ray did not start (attempt 1 of 3): The current node timed out" in done.stderr
     assert done.returncode == 1
     assert "ResourceInsufficientError: Ray did not start on this machine in 3 attempts" in done.stderr
+
+
+def test_ray_starts_after_groups_that_only_a_cache_of_dtensor_holds() -> None:
+    done = run_script("""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        for group in range(2):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            mesh = init_device_mesh("cpu", (1,))
+            for size in range(1, 200):
+                DTensor.from_local(torch.ones(size, size + group), mesh, [Shard(0)], run_check=False).detach()
+            del mesh
+            dist.destroy_process_group()
+        init_ray(num_cpus=1)
+        print("started")
+    """)
+    assert done.returncode == 0 and "started" in done.stdout, done.stderr
