@@ -289,10 +289,8 @@ def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advi
 
 
 def _free_ended_groups() -> None:
-    """Clear this thread's cache of DTensor, which may hold the last reference to a process group that has ended.
-
-    A process that another thread forks frees this cache. It would then wait for threads of the group, which it lacks.
-    """
+    """Clear this thread's cache of DTensor, which may hold the last reference to a process group that has ended."""
+    # A process that another thread forks frees this cache, and would wait for threads of the group, which it lacks.
     if (torch := sys.modules.get("torch")) is not None:
         torch._C._clear_DTensor_sharding_propagator_cache()
 
