@@ -99,7 +99,7 @@ def test_classes_of_published_tokenizers(pair) -> None:
     assert classes[0] == classes[1]
     exact = shared_tokens(student, teacher)
     both = exact.indices >= 0
-    assert both.sum() > 0.1 * len(both)
+    assert both.sum() > 0.1 * min(len(student), len(teacher))
 
 
 def test_a_file_has_the_same_classes(tmp_path) -> None:
